@@ -1,12 +1,12 @@
-"""Augmentation of whole batches: ours beside kornia's and torchvision's, in one run.
+"""Compares whole-batch augmentation with kornia's and torchvision's: speed and accuracy.
 
     python benchmarks/augment.py [--device cuda] [--rounds 9] [--sizes 1024x32,256x224] [--compile]
 
-Every operation has its own number for each image. kornia takes them as we do; torchvision's
-functions take one number, so it goes through the batch image by image, as its users do. Times
-are medians in milliseconds over rounds in turn. "Off by" is the largest distance from the operation's
-definition, in levels of 255, on the first 16 images: torchvision's float functions one image at a
-time, or Pillow's where an operation is defined on 256 levels. Peers that are not installed are left out.
+Every operation has its own parameter for each image. kornia supports this too; torchvision's functions take
+one parameter and are called for each image. Times are medians in milliseconds over interleaved rounds. "Off by"
+is the largest difference from the operation's definition, in levels of 255, on the first 16 images: torchvision's
+float functions on one image, or Pillow's for operations that are defined on 256 levels. Packages that are not
+installed are skipped.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 
 def peer(name: str) -> ModuleType | None:
-    """Another package's module, or None; torchvision's wheels ask for operators that a CPU-only torch lacks."""
+    """Another package's module, or None; torchvision's wheels need operators that a CPU-only torch lacks."""
     spec = importlib.util.find_spec(name.split(".")[0])
     if spec is None or spec.origin is None:
         return None
@@ -71,7 +71,7 @@ def peer(name: str) -> ModuleType | None:
 
 
 def milliseconds(calls: dict[str, Call], rounds: int, device: torch.device) -> dict[str, float]:
-    """Medians, one round of all after the other, so that noise meets them alike."""
+    """Medians over rounds; each round runs all calls, so that noise affects them equally."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 2):
         for name, call in calls.items():
@@ -90,16 +90,16 @@ def _wait(device: torch.device) -> None:
 
 
 def operations(photos: Tensor, side: int) -> list[Row]:
-    """Each operation three times over, with the same numbers, and its definition."""
+    """Each operation by the three packages, with the same parameters, and its definition."""
     images, device, count = photos / 255, photos.device, len(photos)
     kornia, vision = peer("kornia"), peer("torchvision.transforms.v2.functional")
-    keys = rng.sample_seeds(0, 0, np.arange(count))
-    draws = torch.from_numpy(rng.uniform_np(keys, 1, 4)).to(device)
+    seeds = rng.sample_seeds(0, 0, np.arange(count))
+    draws = torch.from_numpy(rng.uniform_np(seeds, 1, 4)).to(device)
     factor, turn = 0.4 + 1.2 * draws[:, 0], draws[:, 1] - 0.5
     threshold, bits = (256 * draws[:, 2]).floor(), 1 + (7 * draws[:, 3]).floor()
     deviation = 0.1 + 1.9 * draws[:, 1]
     weights = torch.from_numpy(gaussian_weights(deviation.cpu().double().numpy(), 6)).to(device)
-    boxes = torch.from_numpy(crop_boxes(keys, np.tile((side, side), (count, 1)), (0.08, 1.0), (3 / 4, 4 / 3)))
+    boxes = torch.from_numpy(crop_boxes(seeds, np.tile((side, side), (count, 1)), (0.08, 1.0), (3 / 4, 4 / 3)))
     corners = _corners(boxes).to(device)
     degrees = 60 * draws[:, 0].cpu() - 30
     matrix = torch.from_numpy(rotation(degrees.numpy(), (side, side)).astype(np.float32)).to(device)
@@ -205,14 +205,14 @@ def operations(photos: Tensor, side: int) -> list[Row]:
 
 
 def _corners(boxes: Tensor) -> Tensor:
-    """kornia's way to say a box: its four corner pixels, x and y."""
+    """Boxes in kornia's format: the four corner pixels, x and y."""
     top, left, height, width = boxes.to(torch.float32).unbind(1)
     right, bottom = left + width - 1, top + height - 1
     return torch.stack([left, top, right, top, right, bottom, left, bottom], dim=1).view(-1, 4, 2)
 
 
 def off_by(call: Call | None, definition: Callable[[int], Tensor] | None, inner: int) -> float | None:
-    """In levels of 255; the outermost `inner` pixels, where borders are a matter of taste, are left out."""
+    """Largest difference in levels of 255, without the outer `inner` pixels, where border handling differs."""
     if call is None or definition is None:
         return None
     got = call()
@@ -238,7 +238,7 @@ def compare(photos: Tensor, side: int, rounds: int) -> None:
 
 
 def whole(photos: Tensor, side: int, rounds: int, compile: bool) -> None:
-    """`Augment` from uint8 to the network's input, beside kornia's containers of the same operations."""
+    """Time `Augment` from uint8 to the network's input, and kornia's pipeline of the same operations."""
     count, device = len(photos), photos.device
     targets = torch.arange(count, device=device) % 10
     places = torch.arange(count)
@@ -269,7 +269,7 @@ def whole(photos: Tensor, side: int, rounds: int, compile: bool) -> None:
 
 
 def kornia_pipeline(config: AugmentConfig, side: int) -> Callable[[Tensor], object] | None:
-    """The same operations from kornia.augmentation, where it has them."""
+    """The same operations from kornia.augmentation, if it has them."""
     kornia = peer("kornia")
     if kornia is None or config.crop == "pad" or config.policy == "three" or config.mixes:
         return None
@@ -287,7 +287,7 @@ def kornia_pipeline(config: AugmentConfig, side: int) -> Callable[[Tensor], obje
 
 
 def photographs(count: int, side: int, device: torch.device) -> Tensor:
-    """Squares out of scikit-learn's two photographs, uint8."""
+    """Square crops of scikit-learn's two photographs, uint8."""
     from sklearn.datasets import load_sample_images
 
     images = [torch.from_numpy(p.copy()).permute(2, 0, 1) for p in load_sample_images().images]
@@ -301,8 +301,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--sizes", help="images x side, several with commas between")
-    parser.add_argument("--compile", action="store_true", help="the whole augmentation compiled, too")
+    parser.add_argument("--sizes", help="comma-separated list of images x side, such as 256x32,16x224")
+    parser.add_argument("--compile", action="store_true", help="time the compiled augmentation too")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,17 +1,17 @@
-"""Images per second from JPEG files to normalized 224 px training batches: vitrail beside timm and torchvision.
+"""Images per second from JPEG files to normalized 224 px training batches: vitrail, timm and torchvision.
 
     python benchmarks/input.py [--against timm,torchvision] [--small 4096] [--large 48] [--data SHARDS] [--cores 2]
 
-Everybody has the same files, the same cores and the same augmentation: a random resized crop
-(0.08 to 1 of the area, bilinear), a mirror image half of the time, and normalizing. An epoch is
-timed from asking for its first batch to having its last one, workers' start included, in a process
-of its own. The loaders take turns. Printed are the median of the rounds, with the median of
-the ratios within a round; the best round, which says most on a machine that others use too; and the
-images per second of processor time, of all processes together, in the round where they were most.
+All loaders have the same files, the same cores and the same augmentation: a random resized crop (0.08 to 1 of the
+area, bilinear), a horizontal flip with probability 0.5, and normalization. Each epoch is timed in a process of its
+own, from the request of the first batch to the last batch, including the start of the workers. Rounds are
+interleaved. The columns are the median over rounds, with the median of the ratios within a round; the best
+round, which is the most reliable figure on a shared machine; and the images per second of CPU time of all
+processes, in the best round.
 
-Small images have a short side of 256: those in the tar shards of a folder given with --data
-(ImageNet's, say), else parts of photographs that come with scikit-learn and scikit-image. Large
-ones have 12 megapixels: the same photographs enlarged, with noise on them as cameras have.
+Small images have a short side of 256: from the tar shards of the folder given with --data (ImageNet's, say), else
+crops of the photographs in scikit-learn and scikit-image. Large images have 12 megapixels: the same photographs,
+enlarged, with camera-like noise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from PIL import Image
 SIDE = 224
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 DISTINCT = 12
-"""Large images that are made; the rest are copies of them under other names."""
+"""Number of different large images; the rest are copies of them."""
 Epoch = Callable[[], Iterable[Any]]
 
 
@@ -87,7 +87,7 @@ def encoded(image: Image.Image, quality: int) -> bytes:
 
 
 def write(files: Iterable[bytes], folder: Path) -> Path:
-    """A folder with two classes."""
+    """Write the files as a folder with two classes."""
     for i, data in enumerate(files):
         path = folder / ("even" if i % 2 == 0 else "odd") / f"{i:05d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ def processor_seconds() -> float:
 
 
 def timed(make: Callable[[], Epoch]) -> tuple[float, float]:
-    """Images per second of wall time, and of processor time."""
+    """Images per second of wall time and of CPU time."""
     epoch = make()
     count, start, used = 0, time.perf_counter(), processor_seconds()
     for images, _ in epoch():
@@ -174,27 +174,27 @@ def timed(make: Callable[[], Epoch]) -> tuple[float, float]:
     return count / wall, count / (processor_seconds() - used)
 
 
-def apart(make: Callable[[], Epoch]) -> tuple[float, float]:
-    """The same in a process of its own, so that nobody profits from what another has set up or left behind."""
-    hear, tell = os.pipe()
+def timed_in_subprocess(make: Callable[[], Epoch]) -> tuple[float, float]:
+    """`timed` in a process of its own, so that no loader profits from another's setup."""
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(tell, struct.pack("dd", *timed(make)))
+            os.write(writer, struct.pack("dd", *timed(make)))
         finally:
             os._exit(0)
-    os.close(tell)
-    with open(hear, "rb") as answer:
-        told = answer.read()
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        result = pipe.read()
     os.waitpid(child, 0)
-    wall, busy = struct.unpack("dd", told)
-    return wall, busy
+    wall, cpu = struct.unpack("dd", result)
+    return wall, cpu
 
 
 def compare(title: str, epochs: dict[str, Callable[[], Epoch]], rounds: int, cores: int) -> None:
     for make in epochs.values():
         make()  # imports are no part of it
-    found = [{who: apart(make) for who, make in epochs.items()} for _ in range(rounds)]
+    found = [{who: timed_in_subprocess(make) for who, make in epochs.items()} for _ in range(rounds)]
     peers = [who for who in epochs if not who.startswith("vitrail")] or list(epochs)
     print(f"{title}; {rounds} rounds; {cores} cores, torch {torch.__version__}; in brackets: times the best peer's")
     print(f"  {'':42s} {'img/s, median':>17s} {'best round':>17s} {'per core-second':>17s}")
@@ -211,7 +211,7 @@ def compare(title: str, epochs: dict[str, Callable[[], Epoch]], rounds: int, cor
 
 
 def declare() -> torch.library.Library | None:
-    """Operators that torchvision's import asks for, where its own library does not load (a CPU-only torch)."""
+    """Declare the operators that torchvision's import needs if its library does not load (a CPU-only torch)."""
     try:
         import torchvision  # noqa: F401
     except RuntimeError:

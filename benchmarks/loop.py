@@ -1,10 +1,10 @@
-"""How much of a bare training step's speed is left in the whole loop: reading, augmentation, logging, checkpoints.
+"""Speed of the whole training loop (data, augmentation, logging, checkpoints) relative to the bare training step.
 
-python benchmarks/loop.py [RECIPE] [KEY=VALUE ...] [--steps 200] [--rounds 3]
+    python benchmarks/loop.py [RECIPE] [KEY=VALUE ...] [--steps 200] [--rounds 3]
 
-The bare step is forward, backward, clipping, optimizer and average on one batch that is there
-already, nothing else. The loop is `vitrail.train` itself, at its own settings, into a temporary
-folder. Both are measured in turns, and medians are compared.
+The bare step is forward, backward, gradient clipping, optimizer and EMA on one batch that is already on the
+device. The loop is `vitrail.train` with its own settings in a temporary folder. Rounds are interleaved, and medians
+are compared.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from vitrail.train.setup import prepare_run
 from vitrail.train.trainer import Trainer
 
 
-def waited(device: torch.device) -> float:
-    """The time, when the device has done all it was given."""
+def synchronized_time(device: torch.device) -> float:
+    """The time after all work on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def bare(config: TrainConfig, count: int) -> float:
-    """Images a second of the step alone."""
+    """Images per second of the step alone."""
     with DistributedContext.from_env(config.device) as distributed:
         trainer = Trainer(prepare_run(config, distributed), distributed)
         with trainer.training_loader(0) as batches:
@@ -54,14 +54,14 @@ def bare(config: TrainConfig, count: int) -> float:
 
         for i in range(10):
             step(i)
-        start = waited(distributed.device)
+        start = synchronized_time(distributed.device)
         for i in range(count):
             step(i)
-        return count * trainer.batch_size / (waited(distributed.device) - start)
+        return count * trainer.batch_size / (synchronized_time(distributed.device) - start)
 
 
 def whole(config: TrainConfig, count: int) -> float:
-    """Images a second of the run, from its own log: evaluations and the start left out."""
+    """Images per second of the run, from its own log, without evaluations and the start."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder) / "run")
         fit(config.replace(duration=str(steps(count + 40)), evaluate_every=None, log_every="20 steps"), run)
@@ -79,11 +79,11 @@ def main() -> None:
     log.setLevel("ERROR")
     config = override(RECIPES[chosen.recipe](), [*chosen.settings, "schedule.warmup=0 steps"])
     rows = [(bare(config, chosen.steps), whole(config, chosen.steps)) for _ in range(chosen.rounds)]
-    print(f"{'bare step':>12} {'loop':>12} {'share':>8}")
-    for alone, all_of_it in rows:
-        print(f"{alone:>10,.0f}/s {all_of_it:>10,.0f}/s {all_of_it / alone:>8.1%}")
-    alone, all_of_it = (median(column) for column in zip(*rows, strict=True))
-    print(f"medians: {alone:,.0f} and {all_of_it:,.0f} images/s: {all_of_it / alone:.1%}")
+    print(f"{'bare step':>12} {'loop':>12} {'ratio':>8}")
+    for bare_speed, loop_speed in rows:
+        print(f"{bare_speed:>10,.0f}/s {loop_speed:>10,.0f}/s {loop_speed / bare_speed:>8.1%}")
+    bare_speed, loop_speed = (median(column) for column in zip(*rows, strict=True))
+    print(f"medians: {bare_speed:,.0f} and {loop_speed:,.0f} images/s: {loop_speed / bare_speed:.1%}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Batches: the same from any workers, ranks and start; bad images keep their places; evaluation misses nothing."""
+"""Batches do not depend on workers, ranks or the first step; bad images keep their slots; evaluation reads all."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def equal(a: Batch, b: Batch) -> bool:
     return a.step == b.step and all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
-# The same whoever reads
+# Independent of workers and ranks
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_the_number_of_workers_changes_nothing(photos: list[Path], workers: int) -> None:
-    alone = collect(train(Images(photos)))
-    assert len(alone) == 6
+    inline = collect(train(Images(photos)))
+    assert len(inline) == 6
     shared = collect(train(Images(photos), FILES.replace(workers=workers)))
-    assert all(equal(a, b) for a, b in zip(alone, shared, strict=True))
+    assert all(equal(a, b) for a, b in zip(inline, shared, strict=True))
 
 
 @pytest.mark.parametrize("start", [1, 3, 5])
@@ -103,8 +103,8 @@ def test_batches_are_what_the_definition_says(photos: list[Path]) -> None:
         assert np.array_equal(batch.indices, indices)
         assert np.array_equal(batch.targets, indices % 3)
         assert batch.slots.tolist() == list(range(12))
-        keys = sample_seeds(3, batch.step, np.arange(12))
-        for image, index, key in zip(batch.images, indices, keys, strict=True):
+        seeds = sample_seeds(3, batch.step, np.arange(12))
+        for image, index, key in zip(batch.images, indices, seeds, strict=True):
             pixels = decode(photos[index])
             top, left, h, w = crop_boxes(np.array([key]), [pixels.shape[:2]], (0.08, 1), (3 / 4, 4 / 3))[0].tolist()
             if min(h, w) >= 2 * 33:
@@ -143,8 +143,8 @@ def test_a_closed_loader_has_no_more_batches(photos: list[Path], config: DataCon
 
 def test_batches_that_are_kept_stay_what_they_were(photos: list[Path]) -> None:
     loader = train(Images(photos), FILES.replace(workers=2), steps=20)
-    kept = collect(loader)
-    assert all(equal(a, b) for a, b in zip(kept, collect(train(Images(photos), steps=20)), strict=True))
+    batches = collect(loader)
+    assert all(equal(a, b) for a, b in zip(batches, collect(train(Images(photos), steps=20)), strict=True))
 
 
 @pytest.mark.slow  # a busy machine is no reason to fail
@@ -158,12 +158,12 @@ def test_the_first_batch_comes_soon(photos: list[Path]) -> None:
 @pytest.mark.parametrize("crop", ["none", "pad"])
 def test_without_crops_training_sees_what_evaluation_sees(photos: list[Path], crop: Any) -> None:
     augment = AugmentConfig(crop=crop)
-    flow = train(Images(photos), augment=augment, steps=2)
-    assert isinstance(flow, WorkerLoader)
-    assert not flow.cropped
-    held = train(Images(photos), DataConfig(workers=0), augment=augment, steps=2)
-    assert isinstance(held, ResidentLoader)
-    for a, b in zip(collect(flow), collect(held), strict=True):
+    worker_loader = train(Images(photos), augment=augment, steps=2)
+    assert isinstance(worker_loader, WorkerLoader)
+    assert not worker_loader.cropped
+    resident_loader = train(Images(photos), DataConfig(workers=0), augment=augment, steps=2)
+    assert isinstance(resident_loader, ResidentLoader)
+    for a, b in zip(collect(worker_loader), collect(resident_loader), strict=True):
         assert equal(a, b)
         for image, index in zip(a.images, a.indices.tolist(), strict=True):
             assert np.array_equal(image.permute(1, 2, 0), Preprocess(SMALL).pixels(photos[index]))
@@ -180,7 +180,7 @@ def test_several_labels_are_rows_of_zeros_and_ones(photos: list[Path]) -> None:
     assert batch.weights.eq(1).all()
 
 
-def test_images_without_a_label_are_left_out(photos: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_images_without_a_label_are_skipped(photos: list[Path], caplog: pytest.LogCaptureFixture) -> None:
     targets = np.where(np.arange(41) % 4 == 1, -1, np.arange(41) % 3)
     for blocks in (None, (11, 20, 10)):
         batches = collect(train(Images(photos, targets, blocks=blocks, name=f"with {blocks}"), batch_size=31, steps=2))
@@ -197,7 +197,7 @@ def test_where_no_label_is_needed_all_are_used(photos: list[Path]) -> None:
     assert batch.targets.eq(0).all()
 
 
-def test_no_labels_at_all_is_said(photos: list[Path]) -> None:
+def test_no_labels_at_all_is_an_error(photos: list[Path]) -> None:
     source = Images(photos, np.full(41, -1))
     with pytest.raises(DataError, match="none of the 41 images of images has a label"):
         train(source)
@@ -205,7 +205,7 @@ def test_no_labels_at_all_is_said(photos: list[Path]) -> None:
         evaluation_batches(source, preprocess=SMALL, batch_size=8, device="cpu")
 
 
-def test_a_batch_that_cannot_be_shared_is_said(photos: list[Path]) -> None:
+def test_an_indivisible_batch_size_is_an_error(photos: list[Path]) -> None:
     with pytest.raises(ConfigError, match=r"batch_size=12 is not divisible by 5 processes; try 10"):
         train(Images(photos), world_size=5)
 
@@ -262,7 +262,7 @@ def test_evaluation_sees_preprocess_to_the_bit(
 ) -> None:
     preprocess, source = SMALL.replace(antialias=antialias), Images(photos)
     config = DataConfig(workers=workers, resident=resident)
-    for _ in range(2):  # the second time from what was kept
+    for _ in range(2):  # the second time from the cache
         batches = collect(evaluation_batches(source, preprocess=preprocess, batch_size=10, device="cpu", config=config))
         images = torch.cat([b.images for b in batches])[:41]
         wanted = np.stack([Preprocess(preprocess).pixels(p) for p in photos])

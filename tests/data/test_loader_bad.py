@@ -1,4 +1,4 @@
-"""Images that cannot be read: named once, black, of no weight; too many end a run, any ends a measurement."""
+"""Unreadable images: logged once, black, with weight 0; too many stop training, any stops evaluation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_bad_images_keep_their_slots_black_and_weightless(data: dict[str, Any]) 
     assert all("truncated" in reason for reason in loader.bad.values())
 
 
-def test_each_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with train(images(name="named"), steps=6) as loader:
         list(loader)
     lines = [r.getMessage() for r in caplog.records if "cannot be used" in r.getMessage()]
@@ -82,7 +82,7 @@ def test_too_many_end_the_run_with_their_list(data: dict[str, Any]) -> None:
     assert all("truncated" in line for line in lines[1:-1])
 
 
-def test_the_share_counts_images_not_readings() -> None:
+def test_the_fraction_counts_images_not_reads() -> None:
     with train(images(), data={"max_bad_fraction": 3 / 20}, steps=30) as loader:
         assert len(list(loader)) == 30
     with (
@@ -92,18 +92,18 @@ def test_the_share_counts_images_not_readings() -> None:
         list(loader)
 
 
-def test_of_several_processes_none_refuses_alone_and_all_refuse_together() -> None:
+def test_several_processes_raise_together_and_none_alone() -> None:
     loaders = [train(images(), data={"max_bad_fraction": 0.1}, steps=1, rank=rank, world_size=2) for rank in range(2)]
     for loader in loaders:
         list(loader)
-    news = sum(loader.num_unshared_bad for loader in loaders)
-    told = [loader.bad for loader in loaders]
-    assert news == 3
+    num_new = sum(loader.num_unshared_bad for loader in loaders)
+    found_by_rank = [loader.bad for loader in loaders]
+    assert num_new == 3
     for loader in loaders:
-        assert loader.too_many_bad(news)
+        assert loader.too_many_bad(num_new)
         assert not loader.too_many_bad(2)
         with pytest.raises(DataError, match="3 of 20"):
-            loader.merge_bad(told)
+            loader.merge_bad(found_by_rank)
         assert loader.num_unshared_bad == 0
 
 
@@ -132,14 +132,14 @@ def test_a_measurement_refuses_with_the_complete_list(data: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("data", [{}, {"workers": 2}, {"resident": None}], ids=["here", "workers", "resident"])
-def test_told_to_it_leaves_them_out_and_lists_them(data: dict[str, Any]) -> None:
+def test_skip_bad_skips_and_lists_them(data: dict[str, Any]) -> None:
     with measure(images(), skip_bad=True, **data) as batches:
         weights = {int(i): float(w) for b in batches for i, w in zip(b.indices, b.weights, strict=True) if i >= 0}
     assert weights == {i: float(i not in BAD) for i in range(20)}
     assert set(batches.bad) == {"3", "11", "17"}
 
 
-def test_what_was_kept_is_refused_again() -> None:
+def test_cached_images_are_refused_again() -> None:
     source = images()
     for _ in range(2):
         with pytest.raises(DataError, match="3 of 20"):

@@ -1,4 +1,4 @@
-"""Small data on the device: kept where it fits, as it is, and said so."""
+"""Small data sets kept on the device: when they fit, unchanged, and logged."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_one_of_another_size_among_many_is_found_in_time(pixels: np.ndarray) -> 
     assert isinstance(train(odd), WorkerLoader)
 
 
-def test_it_can_be_refused_and_demanded(pixels: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_disabled_and_forced(pixels: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(arrays(pixels), config=DataConfig(resident=False)) is None
     monkeypatch.setattr(resident, "free_memory", lambda device: pixels.size * 3)
     assert choose(arrays(pixels)) is None
@@ -149,7 +149,7 @@ def test_it_can_be_refused_and_demanded(pixels: np.ndarray, monkeypatch: pytest.
     assert isinstance(choose(arrays(pixels)), OriginalPixels)
 
 
-def test_what_is_still_to_be_decoded_must_not_take_long(pixels: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_data_sets_are_not_decoded_in_advance(pixels: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident, "MAX_DECODED_BYTES", pixels.size - 1)
     assert choose(files(pixels)) is None
     assert isinstance(choose(arrays(pixels)), OriginalPixels)
@@ -161,14 +161,14 @@ def test_an_unreadable_image_does_not_hide_the_size(pixels: np.ndarray) -> None:
     assert isinstance(choose(source), OriginalPixels)
 
 
-def test_the_choice_is_said(pixels: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_is_logged(pixels: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:
     source, mixed = arrays(pixels), Images([*pixels, pixels[0][:5]])
-    source.name = mixed.name = "said"
+    source.name = mixed.name = "data"
     train(source)
-    assert "said: 50 images of 12 x 10 are kept on cpu (0 MiB)" in caplog.text
+    assert "data: 50 images of 12 x 10 are kept on cpu (0 MiB)" in caplog.text
     train(mixed, config=DataConfig(resident=True, workers=0))
     assert (
-        "said: 51 images of 16 x 16 are kept on cpu (0 MiB), with evaluation's preprocessing: random crops are taken"
+        "data: 51 images of 16 x 16 are kept on cpu (0 MiB), with evaluation's preprocessing: random crops are taken"
         in caplog.text
     )
 
@@ -180,16 +180,16 @@ def test_free_memory_is_plausible() -> None:
         assert free <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_sizes_are_spelled_for_people() -> None:
+def test_sizes_are_formatted() -> None:
     assert resident.format_bytes(157 << 20) == "157 MiB"
     assert resident.format_bytes(3 << 29) == "1.5 GiB"
 
 
-def test_what_is_kept_goes_with_its_source(pixels: np.ndarray) -> None:
+def test_cached_images_are_dropped_with_their_source(pixels: np.ndarray) -> None:
     source = arrays(pixels)
-    held = resident.ResidentImages(torch.zeros(1), {})
-    resident.add_cached(source, "here", held)
-    assert resident.get_cached(source, "here") is held
+    cached = resident.ResidentImages(torch.zeros(1), {})
+    resident.add_cached(source, "here", cached)
+    assert resident.get_cached(source, "here") is cached
     assert resident.get_cached(source, "there") is None
     number = id(source)
     del source

@@ -1,4 +1,4 @@
-"""The training sequence: every epoch a permutation, the same however it is asked for."""
+"""The sampler: every epoch is a permutation, independent of how positions are requested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.data import sampler
+from vitrail.data import sampler as sampler_module
 from vitrail.data.sampler import Sampler, permute_each
 from vitrail.errors import ConfigError, DataError
 from vitrail.rng import sample_seeds
@@ -23,11 +23,11 @@ block_sizes = st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(sum).
 
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "WINDOW_IMAGES", 1)
-    sampler._block_layout.cache_clear()
+    monkeypatch.setattr(sampler_module, "WINDOW_IMAGES", 1)
+    sampler_module._block_layout.cache_clear()
 
 
-def kinds(size: int, seed: int) -> list[Sampler]:
+def all_modes(size: int, seed: int) -> list[Sampler]:
     blocks = (size // 3, size - size // 3 - size // 5, size // 5)
     return [
         Sampler(size, seed=seed),
@@ -44,13 +44,13 @@ def test_every_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
 
 @settings(max_examples=30)
 @given(size=sizes, seed=seeds, first=st.integers(0, 1000), cuts=st.lists(st.integers(0, 200), max_size=4))
-def test_positions_mean_the_same_however_they_are_asked_for(size: int, seed: int, first: int, cuts: list[int]) -> None:
+def test_positions_do_not_depend_on_how_they_are_requested(size: int, seed: int, first: int, cuts: list[int]) -> None:
     bounds = sorted([0, 200, *cuts])
-    for each in kinds(size, seed):
-        whole = each.indices(first, 200)
-        parts = [each.indices(first + a, b - a) for a, b in pairwise(bounds)]
+    for sampler in all_modes(size, seed):
+        whole = sampler.indices(first, 200)
+        parts = [sampler.indices(first + a, b - a) for a, b in pairwise(bounds)]
         assert np.array_equal(np.concatenate(parts), whole)
-        assert np.array_equal(pickle.loads(pickle.dumps(each)).indices(first, 200), whole)
+        assert np.array_equal(pickle.loads(pickle.dumps(sampler)).indices(first, 200), whole)
 
 
 def test_epochs_and_seeds_differ() -> None:
@@ -74,9 +74,9 @@ def test_repeats_follow_each_other(size: int, repeats: int, seed: int) -> None:
 
 
 def test_a_batch_that_straddles_epochs_is_full() -> None:
-    each = Sampler(7, seed=3)
-    batch = each.indices(5, 20)
-    assert np.array_equal(batch, np.concatenate([each.indices(7 * e, 7) for e in range(4)])[5:25])
+    sampler = Sampler(7, seed=3)
+    batch = sampler.indices(5, 20)
+    assert np.array_equal(batch, np.concatenate([sampler.indices(7 * e, 7) for e in range(4)])[5:25])
 
 
 # Balanced
@@ -85,9 +85,9 @@ def test_a_batch_that_straddles_epochs_is_full() -> None:
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(sum), seed=seeds, turn=st.integers(0, 500))
 def test_balanced_has_every_class_once_a_round(counts: list[int], seed: int, turn: int) -> None:
     targets = np.repeat(np.arange(len(counts)), counts)
-    each = Sampler(targets, seed=seed, mode="balanced")
+    sampler = Sampler(targets, seed=seed, mode="balanced")
     present = [kind for kind, count in enumerate(counts) if count]
-    drawn = targets[each.indices(turn * len(present), 3 * len(present))].reshape(3, -1)
+    drawn = targets[sampler.indices(turn * len(present), 3 * len(present))].reshape(3, -1)
     assert all(sorted(row) == present for row in drawn)
 
 
@@ -97,7 +97,7 @@ def test_balanced_shows_each_image_of_a_class_equally_often() -> None:
     assert Counter(Counter(drawn.tolist()).values()) == {70: 3, 7: 30, 30: 7}
 
 
-def test_balanced_leaves_out_what_has_no_label() -> None:
+def test_balanced_excludes_unlabeled_images() -> None:
     targets = np.array([-1, 0, -1, 1, 1])
     drawn = Sampler(targets, seed=0, mode="balanced").indices(0, 100)
     assert set(drawn) == {1, 3, 4}
@@ -129,22 +129,22 @@ def test_small_windows_of_blocks_are_a_permutation_too() -> None:
 @pytest.mark.usefixtures("small_windows")
 def test_few_blocks_are_read_at_any_time() -> None:
     blocks = (100,) * 64
-    each = Sampler(6400, seed=0, blocks=blocks)
-    shards = each.indices(0, 6400) // 100
+    sampler = Sampler(6400, seed=0, blocks=blocks)
+    shards = sampler.indices(0, 6400) // 100
     for first in range(0, 6400, 50):
-        assert len(set(shards[first : first + 200])) <= 2 * sampler.WINDOW_BLOCKS
-    assert len(set(shards[:100])) == sampler.WINDOW_BLOCKS  # and within a window they are mixed
-    assert len(set(shards[:400])) == sampler.WINDOW_BLOCKS
+        assert len(set(shards[first : first + 200])) <= 2 * sampler_module.WINDOW_BLOCKS
+    assert len(set(shards[:100])) == sampler_module.WINDOW_BLOCKS  # and within a window they are mixed
+    assert len(set(shards[:400])) == sampler_module.WINDOW_BLOCKS
 
 
 @pytest.mark.usefixtures("small_windows")
 def test_blocks_meet_others_in_other_epochs() -> None:
-    each = Sampler(640, seed=0, blocks=(10,) * 64)
-    together = [frozenset((each.indices(640 * e, 40) // 10).tolist()) for e in range(20)]
+    sampler = Sampler(640, seed=0, blocks=(10,) * 64)
+    together = [frozenset((sampler.indices(640 * e, 40) // 10).tolist()) for e in range(20)]
     assert len(set(together)) > 15
 
 
-# One permutation for each place
+# One permutation for each position
 
 
 @given(size=sizes, key=seeds)
@@ -162,10 +162,10 @@ def test_shuffled_each_mixes_sizes() -> None:
     assert np.array_equal(got, alone)
 
 
-# What cannot be
+# Errors
 
 
-def test_nothing_to_learn_from_is_said() -> None:
+def test_no_images_is_an_error() -> None:
     with pytest.raises(DataError, match="no images"):
         Sampler(0, seed=0)
     with pytest.raises(DataError, match="no image has one"):

@@ -1,4 +1,4 @@
-"""Training on a plain stream: the same from any number of workers, and again from where it was."""
+"""Training on a stream: independent of the number of workers, and resumable."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_two_ranks_share_the_images(shards: list[str]) -> None:
 
 
 @pytest.mark.parametrize("stop", [0, 1, 4, 9])
-def test_it_goes_on_from_where_it_was(shards: list[str], stop: int) -> None:
+def test_it_resumes_from_its_state(shards: list[str], stop: int) -> None:
     with train(stream(shards)) as loader:
         whole = list(loader)
     with train(stream(shards), data={"workers": 2}) as loader:
@@ -127,14 +127,14 @@ def test_bad_images_have_no_weight_and_too_many_end_it(shards: list[str], tmp_pa
     samples = [
         (f"{i}", {"jpg": encoded_image(i)[:-200] if i % 4 == 1 else encoded_image(i), "cls": b"1"}) for i in range(16)
     ]
-    broken = write(tmp_path / "broken.tar", samples)
-    with train(stream([broken]), batch_size=16, steps=2, data={"max_bad_fraction": 0.004}) as loader:
+    damaged = write(tmp_path / "damaged.tar", samples)
+    with train(stream([damaged]), batch_size=16, steps=2, data={"max_bad_fraction": 0.004}) as loader:
         batches = list(loader)
     assert [b.weights.sum().item() for b in batches] == [12, 12]
-    assert set(loader.bad) == {"broken/1", "broken/5", "broken/9", "broken/13"}
+    assert set(loader.bad) == {"damaged/1", "damaged/5", "damaged/9", "damaged/13"}
     with (
         pytest.raises(DataError, match=r"4 of 1,000 images of shards cannot be read"),
-        train(stream([broken]), batch_size=16, steps=2, data={"max_bad_fraction": 0.003}) as loader,
+        train(stream([damaged]), batch_size=16, steps=2, data={"max_bad_fraction": 0.003}) as loader,
     ):
         list(loader)
 
@@ -156,10 +156,10 @@ def test_several_labels(tmp_path: Path) -> None:
     assert sorted(batch.targets.tolist()) == [[0, 1, 0]] * 4 + [[1, 0, 1]] * 4
 
 
-def test_what_breaks_the_stream_is_raised_where_batches_are_taken(shards: list[str], tmp_path: Path) -> None:
+def test_stream_errors_are_raised_by_the_loader(shards: list[str], tmp_path: Path) -> None:
     cut = tmp_path / "cut.tar"
     cut.write_bytes(Path(shards[0]).read_bytes()[:9000])
-    with pytest.raises(DataError, match="cut off"), train(stream([str(cut)]), steps=100) as loader:
+    with pytest.raises(DataError, match="is truncated"), train(stream([str(cut)]), steps=100) as loader:
         list(loader)
 
 

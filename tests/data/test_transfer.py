@@ -1,4 +1,4 @@
-"""The last stretch to the device: pinned, beside the computation, and the same bytes."""
+"""Copies to the device: pinned, in parallel with the computation, and the same bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vitrail.data.transfer import BatchTransfer, CudaBatchTransfer, TargetTable,
 from vitrail.data.worker_pool import FinishedBatch, InlinePool
 
 
-def test_labels_are_looked_up_and_what_is_missing_does_not_count() -> None:
+def test_targets_are_looked_up_and_missing_ones_are_not_usable() -> None:
     labels = TargetTable(np.array([2, -1, 0]), multi_label=False, required=True)
     indices = np.array([0, 1, 2, -1])
     assert labels.targets_for(indices).tolist() == [2, 0, 0, 2]
@@ -34,10 +34,10 @@ def test_labels_are_looked_up_and_what_is_missing_does_not_count() -> None:
     assert multi_label.usable(np.array([1, -1])).tolist() == [True, False]
 
 
-def test_on_the_cpu_the_memory_itself_is_handed_on() -> None:
+def test_on_the_cpu_nothing_is_copied() -> None:
     images = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
-    taken = FinishedBatch(images, np.array([7, 8]), [(1, "broken")])
-    staged = BatchTransfer(torch.device("cpu")).send(taken, torch.tensor([1, 2]), np.array([True, True]))
+    finished = FinishedBatch(images, np.array([7, 8]), [(1, "broken")])
+    staged = BatchTransfer(torch.device("cpu")).send(finished, torch.tensor([1, 2]), np.array([True, True]))
     batch = staged.to_batch(5, torch.tensor([0, 1]))
     assert (batch.step, batch.weights.tolist(), batch.indices.tolist()) == (5, [1, 0], [7, 8])
     assert batch.images.shape == (2, 3, 4, 5)
@@ -74,13 +74,13 @@ def test_pixels_on_the_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
                 assert b.images.is_cuda
                 assert not b.slots.is_cuda
                 kept.append((a, b))
-        for a, b in kept:  # only now is anybody waited for
+        for a, b in kept:  # only now the host waits
             for name in ("images", "targets", "weights", "indices", "slots"):
                 assert torch.equal(getattr(a, name), getattr(b, name).cpu())
 
 
 @pytest.mark.gpu
-def test_memory_is_not_used_again_before_it_has_been_copied(tmp_path: Path) -> None:
+def test_memory_is_not_reused_before_it_is_copied(tmp_path: Path) -> None:
     source = files(tmp_path)
     with train(source, "cpu", 0, steps=60) as loader:
         wanted = [int(b.images.sum(dtype=torch.int64)) for b in loader]

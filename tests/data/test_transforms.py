@@ -1,4 +1,4 @@
-"""What goes into a batch: the part that the definition says, resized as Pillow would, from no more than is needed."""
+"""Transforms: the box of the definition, Pillow's resizing, and no more decoding than needed."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def large() -> Image.Image:
     return Image.fromarray(load_sample_image("china.jpg")).resize((1280, 854), Image.Resampling.BICUBIC)
 
 
-def read(transform: Any, *images: Any, keys: Any = None) -> tuple[np.ndarray, list[tuple[int, str]]]:
+def read(transform: Any, *images: Any, seeds: Any = None) -> tuple[np.ndarray, list[tuple[int, str]]]:
     out = np.full((len(images), *transform.shape), 77, transform.dtype)
-    keys = sample_seeds(0, 0, np.arange(len(images))) if keys is None else keys
-    return out, SampleReader(Images(images), transform)(np.arange(len(images)), keys, out)
+    seeds = sample_seeds(0, 0, np.arange(len(images))) if seeds is None else seeds
+    return out, SampleReader(Images(images), transform)(np.arange(len(images)), seeds, out)
 
 
-def pillows(image: Any, key: Any, size: int, mode: str = "RGB", augment: AugmentConfig | None = None) -> np.ndarray:
+def pillow_crop(image: Any, key: Any, size: int, mode: str = "RGB", augment: AugmentConfig | None = None) -> np.ndarray:
     """The definition: all of the image decoded, its box cut out, Pillow's resize."""
     augment = augment or AugmentConfig()
     pixels = decode(image, 1 if mode == "L" else 3).squeeze()
@@ -74,11 +74,11 @@ def distance(a: np.ndarray, b: np.ndarray) -> int:
 def test_a_crop_has_pillows_values(photo: np.ndarray, kind: str, interpolation: Any) -> None:
     image = photo if kind == "array" else encoded(Image.fromarray(photo), kind)
     augment = AugmentConfig(interpolation=interpolation)
-    keys = sample_seeds(1, 2, np.arange(12))
-    out, errors = read(RandomResizedCrop(PreprocessConfig(image_size=48), augment), *[image] * 12, keys=keys)
+    seeds = sample_seeds(1, 2, np.arange(12))
+    out, errors = read(RandomResizedCrop(PreprocessConfig(image_size=48), augment), *[image] * 12, seeds=seeds)
     assert errors == []
-    for row, key in zip(out, keys, strict=True):
-        apart = np.abs(row.astype(int) - pillows(image, key, 48, augment=augment))
+    for row, key in zip(out, seeds, strict=True):
+        apart = np.abs(row.astype(int) - pillow_crop(image, key, 48, augment=augment))
         assert np.quantile(apart, 0.995) <= 1
         assert apart.max() <= (1 if interpolation == "bilinear" else 12)  # bicubic overshoots, and is cut off twice
 
@@ -88,10 +88,10 @@ def test_a_crop_has_pillows_values(photo: np.ndarray, kind: str, interpolation: 
 def test_gray_and_color_become_each_other(photo: np.ndarray, mode: str, channels: int, kind: str) -> None:
     image = encoded(Image.fromarray(photo).convert(mode), kind)
     config = PreprocessConfig(image_size=48, **(GRAY if channels == 1 else {}))
-    keys = sample_seeds(0, 0, [5])
-    out, errors = read(RandomResizedCrop(config, AugmentConfig()), image, keys=keys)
+    seeds = sample_seeds(0, 0, [5])
+    out, errors = read(RandomResizedCrop(config, AugmentConfig()), image, seeds=seeds)
     assert errors == []
-    assert distance(out[0], pillows(image, keys[0], 48, "L" if channels == 1 else "RGB")) <= 1
+    assert distance(out[0], pillow_crop(image, seeds[0], 48, "L" if channels == 1 else "RGB")) <= 1
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -99,25 +99,25 @@ def test_the_part_is_taken_of_the_upright_image(large: Image.Image, orientation:
     exif = Image.Exif()
     exif[0x0112] = orientation
     image = encoded(large.resize((160, 107)), "JPEG", exif=exif)
-    keys = sample_seeds(0, 1, [3])
-    out, _ = read(RandomResizedCrop(PreprocessConfig(image_size=64), AugmentConfig()), image, keys=keys)
-    assert distance(out[0], pillows(image, keys[0], 64)) <= 1
+    seeds = sample_seeds(0, 1, [3])
+    out, _ = read(RandomResizedCrop(PreprocessConfig(image_size=64), AugmentConfig()), image, seeds=seeds)
+    assert distance(out[0], pillow_crop(image, seeds[0], 64)) <= 1
 
 
 def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(
     large: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    image, keys = encoded(large, "JPEG", quality=92), sample_seeds(0, 0, np.arange(16))
+    image, seeds = encoded(large, "JPEG", quality=92), sample_seeds(0, 0, np.arange(16))
     scales: list[int] = []
     whole = jpeg.decode_pixels
     monkeypatch.setattr(
         jpeg, "decode_pixels", lambda header, scale=1, rows=None: scales.append(scale) or whole(header, scale)
     )
-    out, _ = read(RandomResizedCrop(PreprocessConfig(image_size=64), AugmentConfig()), *[image] * 16, keys=keys)
+    out, _ = read(RandomResizedCrop(PreprocessConfig(image_size=64), AugmentConfig()), *[image] * 16, seeds=seeds)
     assert set(scales) == {4, 8}
     monkeypatch.undo()
     pixels = decode(image)
-    boxes = crop_boxes(keys, [pixels.shape[:2]] * 16, (0.08, 1), (3 / 4, 4 / 3))
+    boxes = crop_boxes(seeds, [pixels.shape[:2]] * 16, (0.08, 1), (3 / 4, 4 / 3))
     for row, box, scale in zip(out, boxes.tolist(), scales, strict=True):
         top, left, bottom, right = (  # to the nearest pixel of the smaller image, which is half of the output's
             scale * round(side / scale) for side in (box[0], box[1], box[0] + box[2], box[1] + box[3])
@@ -193,7 +193,7 @@ def test_resizing_leaves_what_it_is_given_alone() -> None:
     assert np.array_equal(out[0], part[:20, :20])
 
 
-# Other views
+# Other transforms
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_native_images_stay_as_they_are_and_others_are_named(photo: np.ndarray) 
 # SampleReader
 
 
-def test_what_cannot_be_read_is_black_and_said_why(photo: np.ndarray, tmp_path: Path) -> None:
+def test_unreadable_images_are_black_with_a_reason(photo: np.ndarray, tmp_path: Path) -> None:
     good = encoded(Image.fromarray(photo), "JPEG")
     for transform in (
         RandomResizedCrop(PreprocessConfig(image_size=16), AugmentConfig()),
@@ -241,13 +241,13 @@ def test_what_cannot_be_read_is_black_and_said_why(photo: np.ndarray, tmp_path: 
 
 def test_no_image_is_a_black_row(photo: np.ndarray) -> None:
     out = np.full((2, 16, 16, 3), 77, np.uint8)
-    work = SampleReader(Images([photo]), EvalTransform(PreprocessConfig(image_size=16)))
-    assert work(np.array([-1, 0]), np.zeros(2, np.uint64), out) == []
+    reader = SampleReader(Images([photo]), EvalTransform(PreprocessConfig(image_size=16)))
+    assert reader(np.array([-1, 0]), np.zeros(2, np.uint64), out) == []
     assert out[0].max() == 0
     assert out[1].max() > 0
 
 
-def test_trouble_in_the_source_is_the_images_trouble(photo: np.ndarray) -> None:
+def test_errors_of_the_source_are_errors_of_the_image(photo: np.ndarray) -> None:
     class Broken(Images):
         def __getitem__(self, index: int) -> Sample:
             if index == 1:
@@ -257,23 +257,23 @@ def test_trouble_in_the_source_is_the_images_trouble(photo: np.ndarray) -> None:
             return super().__getitem__(index)
 
     out = np.zeros((3, 16, 16, 3), np.uint8)
-    work = SampleReader(Broken([photo] * 3), EvalTransform(PreprocessConfig(image_size=16)))
-    errors = work(np.arange(3), np.zeros(3, np.uint64), out)
+    reader = SampleReader(Broken([photo] * 3), EvalTransform(PreprocessConfig(image_size=16)))
+    errors = reader(np.arange(3), np.zeros(3, np.uint64), out)
     assert errors == [(1, "shard 7 could not be read in 4 tries"), (2, "[Errno 5] Input/output error")]
 
 
-def test_a_mistake_in_the_program_is_not_a_bad_image() -> None:
+def test_a_programming_error_is_not_a_bad_image() -> None:
     class Wrong(Images):
         def __getitem__(self, index: int) -> Sample:
             raise KeyError("oops")
 
-    work = SampleReader(Wrong([b""]), EvalTransform(PreprocessConfig(image_size=16)))
+    reader = SampleReader(Wrong([b""]), EvalTransform(PreprocessConfig(image_size=16)))
     with pytest.raises(KeyError, match="oops"):
-        work(np.arange(1), np.zeros(1, np.uint64), np.zeros((1, 16, 16, 3), np.uint8))
+        reader(np.arange(1), np.zeros(1, np.uint64), np.zeros((1, 16, 16, 3), np.uint8))
 
 
-def test_images_that_are_far_away_are_fetched_together(photo: np.ndarray) -> None:
-    class Far(Images):
+def test_images_of_a_slow_source_are_fetched_in_parallel(photo: np.ndarray) -> None:
+    class Slow(Images):
         def __getitem__(self, index: int) -> Sample:
             time.sleep(0.03)
             if index == 5:
@@ -281,11 +281,11 @@ def test_images_that_are_far_away_are_fetched_together(photo: np.ndarray) -> Non
             return super().__getitem__(index)
 
     images = [photo[i:] for i in range(16)]
-    work = SampleReader(Far(images), EvalTransform(PreprocessConfig(image_size=16)))
+    reader = SampleReader(Slow(images), EvalTransform(PreprocessConfig(image_size=16)))
     first, again = np.zeros((2, 16, 16, 16, 3), np.uint8)
-    assert work(np.arange(16), np.zeros(16, np.uint64), first) == [(5, "gone")]
+    assert reader(np.arange(16), np.zeros(16, np.uint64), first) == [(5, "gone")]
     start = time.perf_counter()
-    assert work(np.arange(16), np.zeros(16, np.uint64), again) == [(5, "gone")]
+    assert reader(np.arange(16), np.zeros(16, np.uint64), again) == [(5, "gone")]
     assert time.perf_counter() - start < 16 * 0.03
     assert np.array_equal(first, again)
     near, _ = read(EvalTransform(PreprocessConfig(image_size=16)), *images)
@@ -315,9 +315,9 @@ def test_a_process_of_its_own_opens_its_own_files() -> None:
     assert pickle.loads(pickle.dumps(source)).file is None
 
 
-def test_the_source_is_unshared_in_another_process_only(photo: np.ndarray) -> None:
-    work = SampleReader(Images([photo]), EvalTransform(PreprocessConfig(image_size=16)))
-    source = work.source
-    work(np.arange(1), np.zeros(1, np.uint64), np.zeros((1, 16, 16, 3), np.uint8))
-    assert work.source is source
-    assert work._owner_pid == os.getpid()
+def test_the_source_is_reopened_in_another_process_only(photo: np.ndarray) -> None:
+    reader = SampleReader(Images([photo]), EvalTransform(PreprocessConfig(image_size=16)))
+    source = reader.source
+    reader(np.arange(1), np.zeros(1, np.uint64), np.zeros((1, 16, 16, 3), np.uint8))
+    assert reader.source is source
+    assert reader._owner_pid == os.getpid()

@@ -1,4 +1,4 @@
-"""Pools: the same batches whoever makes them, memory that is lent, and processes that never outlive their maker."""
+"""Worker pools: the same batches from every kind of pool, memory reuse, and workers that never outlive their parent."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ Made = Callable[..., Pool]
 class Fill:
     """Writes each row's number and key into it."""
 
-    def __call__(self, indices: np.ndarray, keys: np.ndarray, out: np.ndarray) -> RowErrorList:
+    def __call__(self, indices: np.ndarray, seeds: np.ndarray, out: np.ndarray) -> RowErrorList:
         out[:, 0] = indices % 251
-        out[:, 1] = keys % 251
+        out[:, 1] = seeds % 251
         return [(row, f"{index} is unlucky") for row, index in enumerate(indices.tolist()) if index % 13 == 0]
 
 
 class Crash(Fill):
-    def __call__(self, indices: np.ndarray, keys: np.ndarray, out: np.ndarray) -> RowErrorList:
+    def __call__(self, indices: np.ndarray, seeds: np.ndarray, out: np.ndarray) -> RowErrorList:
         if 40 in indices:
             raise ZeroDivisionError("a mistake in the program")
-        return super().__call__(indices, keys, out)
+        return super().__call__(indices, seeds, out)
 
 
 class Die(Fill):
-    def __call__(self, indices: np.ndarray, keys: np.ndarray, out: np.ndarray) -> RowErrorList:
+    def __call__(self, indices: np.ndarray, seeds: np.ndarray, out: np.ndarray) -> RowErrorList:
         if 40 in indices:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().__call__(indices, keys, out)
+        return super().__call__(indices, seeds, out)
 
 
 class Slow(Fill):
-    def __call__(self, indices: np.ndarray, keys: np.ndarray, out: np.ndarray) -> RowErrorList:
+    def __call__(self, indices: np.ndarray, seeds: np.ndarray, out: np.ndarray) -> RowErrorList:
         time.sleep(30)
-        return super().__call__(indices, keys, out)
+        return super().__call__(indices, seeds, out)
 
 
 KINDS = ["inline", "threads", pytest.param("processes", marks=forks)]
@@ -87,58 +87,58 @@ def make() -> Iterator[Made]:
         pool.close()
 
 
-def numbers(batch: int, rows: int = 24) -> tuple[np.ndarray, np.ndarray]:
+def batch_args(batch: int, rows: int = 24) -> tuple[np.ndarray, np.ndarray]:
     indices = np.arange(rows) + batch * rows
     return indices, (indices * 7).astype(np.uint64)
 
 
-def check(taken: Any, batch: int, rows: int = 24) -> None:
-    indices, keys = numbers(batch, rows)
-    assert np.array_equal(taken.indices, indices)
-    assert np.array_equal(taken.images, np.stack([indices % 251, keys % 251], axis=1))
-    assert taken.errors == [(r, f"{i} is unlucky") for r, i in enumerate(indices.tolist()) if i % 13 == 0]
+def check(finished: Any, batch: int, rows: int = 24) -> None:
+    indices, seeds = batch_args(batch, rows)
+    assert np.array_equal(finished.indices, indices)
+    assert np.array_equal(finished.images, np.stack([indices % 251, seeds % 251], axis=1))
+    assert finished.errors == [(r, f"{i} is unlucky") for r, i in enumerate(indices.tolist()) if i % 13 == 0]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_batches_come_in_order_and_whole(kind: str, make: Made, workers: int) -> None:
     pool = make(kind, workers=workers)
-    asked = 0
+    submitted = 0
     for batch in range(20):
-        while pool.has_room and asked < 20:
-            pool.submit(*numbers(asked))
-            asked += 1
-        assert asked - batch <= 3
+        while pool.has_room and submitted < 20:
+            pool.submit(*batch_args(submitted))
+            submitted += 1
+        assert submitted - batch <= 3
         check(pool.get(), batch)
 
 
-def test_what_is_kept_is_not_written_over(kind: str, make: Made) -> None:
-    pool, kept = make(kind), []
+def test_batches_in_use_are_not_overwritten(kind: str, make: Made) -> None:
+    pool, in_use = make(kind), []
     for batch in range(12):
-        pool.submit(*numbers(batch))
-        kept.append(pool.get())
-    for batch, taken in enumerate(kept):
-        check(taken, batch)
+        pool.submit(*batch_args(batch))
+        in_use.append(pool.get())
+    for batch, finished in enumerate(in_use):
+        check(finished, batch)
 
 
-def test_memory_that_is_let_go_is_used_again(kind: str, make: Made) -> None:
-    pool, places = make(kind), set()
+def test_released_memory_is_reused(kind: str, make: Made) -> None:
+    pool, addresses = make(kind), set()
     for batch in range(30):
-        pool.submit(*numbers(batch))
-        taken = pool.get()
-        places.add(taken.images.ctypes.data)
-        del taken
-    assert len(places) <= len(pool.buffer.lengths)
+        pool.submit(*batch_args(batch))
+        finished = pool.get()
+        addresses.add(finished.images.ctypes.data)
+        del finished
+    assert len(addresses) <= len(pool.buffer.lengths)
 
 
-def test_a_short_batch_is_as_long_as_asked(kind: str, make: Made) -> None:
+def test_a_short_batch_has_the_submitted_length(kind: str, make: Made) -> None:
     pool = make(kind)
-    pool.submit(*numbers(2, rows=7))
+    pool.submit(*batch_args(2, rows=7))
     check(pool.get(), 2, rows=7)
 
 
 def test_very_many_rows_in_one_batch(kind: str, make: Made) -> None:
     pool, seen = make(kind, rows=30_000, depth=1, task_rows=3), []
-    pool.submit(*numbers(0, rows=30_000))
+    pool.submit(*batch_args(0, rows=30_000))
     check(pool.get(seen.append), 0, rows=30_000)
     assert seen == sorted(seen)
     assert seen[-1] >= 30_000
@@ -148,7 +148,7 @@ def test_a_batch_is_ready_when_it_is(make: Made) -> None:
     for kind in ["threads", "processes"] if sys.platform == "linux" else ["threads"]:
         pool = make(kind)
         assert not pool.ready
-        pool.submit(*numbers(0))
+        pool.submit(*batch_args(0))
         end = time.monotonic() + 10
         while not pool.ready and time.monotonic() < end:
             time.sleep(0.01)
@@ -173,17 +173,17 @@ def test_the_right_kind_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("kind", ["inline", "threads"])
-def test_a_mistake_in_the_program_is_raised_as_it_is(kind: str, make: Made) -> None:
+def test_a_programming_error_is_raised_unchanged(kind: str, make: Made) -> None:
     pool = make(kind, Crash())
-    pool.submit(*numbers(1))
+    pool.submit(*batch_args(1))
     with pytest.raises(ZeroDivisionError, match="a mistake in the program"):
         pool.get()
 
 
 @forks
-def test_a_mistake_in_a_process_comes_with_its_traceback(make: Made) -> None:
+def test_a_programming_error_in_a_worker_has_its_traceback(make: Made) -> None:
     pool = make("processes", Crash())
-    pool.submit(*numbers(1))
+    pool.submit(*batch_args(1))
     with pytest.raises(TrainError, match=r"reading images failed: ZeroDivisionError: a mistake") as caught:
         pool.get()
     assert "in __call__" in "".join(caught.value.__notes__)
@@ -193,7 +193,7 @@ def test_a_mistake_in_a_process_comes_with_its_traceback(make: Made) -> None:
 def test_a_process_that_is_killed_is_reported(make: Made) -> None:
     pool = make("processes", Die())
     pids = [p.pid for p in pool.processes]  # type: ignore[attr-defined]
-    pool.submit(*numbers(1))
+    pool.submit(*batch_args(1))
     with pytest.raises(TrainError, match=r"ended unexpectedly \(killed by SIGKILL\); memory may have run out: try"):
         pool.get()
     assert not any(alive(pid) for pid in pids)
@@ -202,7 +202,7 @@ def test_a_process_that_is_killed_is_reported(make: Made) -> None:
 @forks
 def test_closing_does_not_wait_for_work(make: Made) -> None:
     pool = make("processes", Slow())
-    pool.submit(*numbers(0))
+    pool.submit(*batch_args(0))
     time.sleep(0.1)
     start = time.monotonic()
     pool.close()
@@ -210,7 +210,7 @@ def test_closing_does_not_wait_for_work(make: Made) -> None:
 
 
 @forks
-def test_a_pool_that_is_forgotten_ends_its_processes() -> None:
+def test_a_deleted_pool_ends_its_processes() -> None:
     pool = ProcessPool(Fill(), 2, rows=8, shape=(2,), dtype=np.uint8, depth=1, task_rows=4)
     pids = [p.pid for p in pool.processes]
     assert all(alive(pid) for pid in pids)
@@ -219,12 +219,12 @@ def test_a_pool_that_is_forgotten_ends_its_processes() -> None:
 
 
 @forks
-def test_workers_do_not_hear_what_their_maker_should(make: Made) -> None:
+def test_workers_ignore_the_signals_that_stop_their_parent(make: Made) -> None:
     pool = make("processes")
     for process in pool.processes:  # type: ignore[attr-defined]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(process.pid, number)
-    pool.submit(*numbers(0))
+    pool.submit(*batch_args(0))
     check(pool.get(), 0)
 
 
@@ -240,27 +240,27 @@ def test_processes_can_be_forked_while_a_thread_decodes(make: Made) -> None:
             leave.wait(20)
 
     class Quietly(Fill):
-        def __call__(self, indices: np.ndarray, keys: np.ndarray, out: np.ndarray) -> RowErrorList:
+        def __call__(self, indices: np.ndarray, seeds: np.ndarray, out: np.ndarray) -> RowErrorList:
             with _strict_pillow:
-                return super().__call__(indices, keys, out)
+                return super().__call__(indices, seeds, out)
 
     thread = threading.Thread(target=inside)
     thread.start()
     entered.wait()
     try:
         pool = make("processes", Quietly())
-        pool.submit(*numbers(0))
+        pool.submit(*batch_args(0))
         check(pool.get(), 0)
     finally:
         leave.set()
         thread.join()
 
 
-# Nobody is left behind
+# No worker outlives its parent
 
 
 def alive(pid: int | None) -> bool:
-    """Running, and not only waiting to be forgotten."""
+    """Whether the process runs and is not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -273,12 +273,12 @@ SCRIPT = """
     import numpy as np
     from vitrail.data.worker_pool import ProcessPool
 
-    def work(indices, keys, out):
-        if {busy} and os.getpid() != maker:
+    def work(indices, seeds, out):
+        if {busy} and os.getpid() != parent:
             time.sleep({busy})
         return []
 
-    maker = os.getpid()
+    parent = os.getpid()
     first = ProcessPool(work, 2, rows=64, shape=(2,), dtype=np.uint8, depth=2, task_rows=1)
     second = ProcessPool(work, 2, rows=64, shape=(2,), dtype=np.uint8, depth=2, task_rows=1)
     for pool in (first, second):
@@ -313,31 +313,31 @@ def gone(pids: list[int], within: float = 8) -> bool:
 
 @forks
 @pytest.mark.parametrize("busy", [60, 0.2, 0])
-def test_workers_die_with_a_maker_that_is_killed(busy: float) -> None:
+def test_workers_die_with_a_parent_that_is_killed(busy: float) -> None:
     """Also in the middle of a task that takes a minute, such as a download."""
     process, pids = run("time.sleep(60)", busy)
     assert len(pids) == 4
     process.kill()
-    _, noise = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=20)
     assert gone(pids)
-    assert noise == ""
+    assert stderr == ""
 
 
 @forks
-def test_an_interrupted_maker_leaves_no_noise_of_its_workers() -> None:
+def test_workers_of_an_interrupted_parent_print_nothing() -> None:
     process, pids = run("first.get()")
     time.sleep(0.3)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everybody gets it
-    _, noise = process.communicate(timeout=20)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole process group gets it
+    _, stderr = process.communicate(timeout=20)
     assert gone(pids)
-    assert noise.count("Traceback") == 1
-    assert noise.strip().endswith("KeyboardInterrupt")
+    assert stderr.count("Traceback") == 1
+    assert stderr.strip().endswith("KeyboardInterrupt")
 
 
 @forks
 @pytest.mark.parametrize("then", ["pass", "sys.exit(3)", "first.close(); second.get(); second.close()"])
-def test_a_maker_that_ends_by_itself_ends_its_workers_quietly(then: str) -> None:
+def test_workers_of_a_parent_that_exits_end_quietly(then: str) -> None:
     process, pids = run(then, busy=0)
-    _, noise = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=20)
     assert gone(pids, within=1)
-    assert noise == ""
+    assert stderr == ""

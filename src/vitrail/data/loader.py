@@ -366,9 +366,9 @@ def evaluation_batches(
             loader.close()
             bad.raise_if_too_many()
 
-    keys = np.zeros(batch_size, np.uint64)
+    seeds = np.zeros(batch_size, np.uint64)
     pool = pool_for_transform(SampleReader(source, transform), transform, batch_size, workers)
-    rows = lambda s: (np.where(padded[s] < 0, -1, padded[s] + rank * per_rank), keys)  # noqa: E731
+    rows = lambda s: (np.where(padded[s] < 0, -1, padded[s] + rank * per_rank), seeds)  # noqa: E731
     return WorkerLoader(pool, source, rows, target_table, on_errors, **options)
 
 

@@ -79,19 +79,19 @@ class Sampler:
         layout = _block_layout(self.blocks, rng.derive_seed(self.seed, BLOCKS, epoch))
         window = np.searchsorted(layout.window_starts, positions, side="right") - 1
         start, size = layout.window_starts[window], np.diff(layout.window_starts)[window]
-        keys = rng.sample_seeds(rng.derive_seed(self.seed, WINDOW), epoch, window)
-        positions = start + permute_each(positions - start, size, keys)
+        seeds = rng.sample_seeds(rng.derive_seed(self.seed, WINDOW), epoch, window)
+        positions = start + permute_each(positions - start, size, seeds)
         block = np.searchsorted(layout.epoch_starts, positions, side="right") - 1
         return layout.data_starts[block] + positions - layout.epoch_starts[block]
 
     def _balanced(self, positions: Indices) -> Indices:
         num_classes = len(self._counts)
         round_index, rank_in_round = positions // num_classes, positions % num_classes
-        keys = rng.sample_seeds(self.seed, CLASSES, round_index)
-        class_index = permute_each(rank_in_round, np.full_like(rank_in_round, num_classes), keys)
+        seeds = rng.sample_seeds(self.seed, CLASSES, round_index)
+        class_index = permute_each(rank_in_round, np.full_like(rank_in_round, num_classes), seeds)
         count = self._counts[class_index]
-        keys = rng.sample_seeds(self.seed, MEMBERS, (class_index << 40) + round_index // count)
-        return self._members[self._starts[class_index] + permute_each(round_index % count, count, keys)]
+        seeds = rng.sample_seeds(self.seed, MEMBERS, (class_index << 40) + round_index // count)
+        return self._members[self._starts[class_index] + permute_each(round_index % count, count, seeds)]
 
 
 class BlockLayout(NamedTuple):
@@ -106,8 +106,8 @@ class BlockLayout(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def _block_layout(blocks: tuple[int, ...], key: int) -> BlockLayout:
-    order = rng.permute_indices(np.arange(len(blocks)), len(blocks), key)
+def _block_layout(blocks: tuple[int, ...], seed: int) -> BlockLayout:
+    order = rng.permute_indices(np.arange(len(blocks)), len(blocks), seed)
     sizes = np.array(blocks, np.int64)
     starts, ends = np.cumsum(sizes) - sizes, np.cumsum(sizes[order])
     blocks_per_window = max(WINDOW_BLOCKS, round(WINDOW_IMAGES / sizes.mean()))
@@ -128,22 +128,22 @@ def _group_by_class(targets: int | npt.NDArray[np.int64]) -> tuple[Indices, Indi
     return members.astype(np.int64), starts.astype(np.int64), counts.astype(np.int64)
 
 
-def permute_each(positions: Indices, sizes: Indices, keys: rng.Seeds) -> Indices:
-    """`rng.permute_indices` where each place has a permutation of its own size and key: n, n, n -> n."""
+def permute_each(positions: Indices, sizes: Indices, seeds: rng.Seeds) -> Indices:
+    """`rng.permute_indices` for each position in a permutation of its own size and seed: n, n, n -> n."""
     permuted = np.empty_like(positions)
     small = sizes <= rng.MAX_SORTED_SIZE
     for size in np.unique(sizes[small]).tolist():  # sorted, since a Feistel network is biased here
         here = np.flatnonzero(sizes == size)
-        order = np.argsort(rng.bits_np(keys[here], WALK, size), axis=1, kind="stable")
+        order = np.argsort(rng.bits_np(seeds[here], WALK, size), axis=1, kind="stable")
         permuted[here] = order[np.arange(len(here)), positions[here]]
-    permuted[~small] = _cycle_walk(positions[~small], sizes[~small], keys[~small])
+    permuted[~small] = _cycle_walk(positions[~small], sizes[~small], seeds[~small])
     return permuted
 
 
-def _cycle_walk(positions: Indices, sizes: Indices, keys: rng.Seeds) -> Indices:
+def _cycle_walk(positions: Indices, sizes: Indices, seeds: rng.Seeds) -> Indices:
     """`permute_each` by a Feistel network on the next power of four, repeated until inside the range."""
     half = np.maximum((np.frexp(sizes - 1)[1] + 1) // 2, 1).astype(np.uint64)
-    rounds = rng.bits_np(keys, WALK, FEISTEL_ROUNDS)  # n FEISTEL_ROUNDS
+    rounds = rng.bits_np(seeds, WALK, FEISTEL_ROUNDS)  # n FEISTEL_ROUNDS
     at, size = positions.astype(np.uint64), sizes.astype(np.uint64)
     todo = np.arange(len(at))
     while len(todo):
@@ -155,6 +155,6 @@ def _cycle_walk(positions: Indices, sizes: Indices, keys: rng.Seeds) -> Indices:
 def _feistel(at: rng.Seeds, half: rng.Seeds, rounds: rng.Seeds) -> rng.Seeds:
     low = (np.uint64(1) << half) - np.uint64(1)
     left, right = at >> half, at & low
-    for key in rounds.T:
-        left, right = right, left ^ (rng.bits_np(right ^ key, WALK, 1)[:, 0] & low)
+    for round_seed in rounds.T:
+        left, right = right, left ^ (rng.bits_np(right ^ round_seed, WALK, 1)[:, 0] & low)
     return (left << half) | right

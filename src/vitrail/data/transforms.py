@@ -61,7 +61,7 @@ class Transform(Protocol):
     @property
     def dtype(self) -> type[np.uint8] | type[np.float32]: ...
 
-    def __call__(self, images: dict[int, ImageLike], keys: Seeds, out: npt.NDArray[Any], errors: RowErrors) -> None:
+    def __call__(self, images: dict[int, ImageLike], seeds: Seeds, out: npt.NDArray[Any], errors: RowErrors) -> None:
         """Fill the rows of `out`; add those that cannot be filled to `errors`."""
 
 
@@ -81,7 +81,7 @@ class RandomResizedCrop:
         self.shape: Shape = (*self.size, self.channels)
         self.scale, self.ratio, self.interpolation = augment.scale, augment.ratio, augment.interpolation
 
-    def __call__(self, images: dict[int, ImageLike], keys: Seeds, out: npt.NDArray[Any], errors: RowErrors) -> None:
+    def __call__(self, images: dict[int, ImageLike], seeds: Seeds, out: npt.NDArray[Any], errors: RowErrors) -> None:
         jpegs: dict[int, LazyJpeg] = {}
         for row, image in images.items():
             with record_error(errors, row):
@@ -90,11 +90,11 @@ class RandomResizedCrop:
                     jpegs[row] = jpeg
                     continue
                 pixels = decode(image, self.channels)
-                box = crop_boxes(keys[row : row + 1], [pixels.shape[:2]], self.scale, self.ratio)[0].tolist()
+                box = crop_boxes(seeds[row : row + 1], [pixels.shape[:2]], self.scale, self.ratio)[0].tolist()
                 self._write(pixels[box[0] : box[0] + box[2], box[1] : box[1] + box[3]], out[row])
         if not jpegs:
             return
-        boxes = crop_boxes(keys[list(jpegs)], [jpeg.size for jpeg in jpegs.values()], self.scale, self.ratio)
+        boxes = crop_boxes(seeds[list(jpegs)], [jpeg.size for jpeg in jpegs.values()], self.scale, self.ratio)
         for (row, jpeg), box in zip(jpegs.items(), boxes.tolist(), strict=True):
             with record_error(errors, row):
                 scale = choose_decode_scale(jpeg.size, (box[2], box[3]), self.size)
@@ -134,7 +134,7 @@ class EvalTransform:
         self.shape: Shape = (*pair(preprocess.image_size), preprocess.channels)
         self.dtype = self.preprocess.dtype
 
-    def __call__(self, images: dict[int, ImageLike], keys: Seeds, out: npt.NDArray[Any], errors: RowErrors) -> None:
+    def __call__(self, images: dict[int, ImageLike], seeds: Seeds, out: npt.NDArray[Any], errors: RowErrors) -> None:
         for row, image in images.items():
             with record_error(errors, row):
                 out[row] = self.preprocess.pixels(image)
@@ -148,7 +148,7 @@ class OriginalPixels:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
 
-    def __call__(self, images: dict[int, ImageLike], keys: Seeds, out: npt.NDArray[Any], errors: RowErrors) -> None:
+    def __call__(self, images: dict[int, ImageLike], seeds: Seeds, out: npt.NDArray[Any], errors: RowErrors) -> None:
         height, width, channels = self.shape
         for row, image in images.items():
             with record_error(errors, row):
@@ -170,12 +170,12 @@ class SampleReader:
         self._owner_pid = os.getpid()
         self._threads: ThreadPoolExecutor | None = None
 
-    def __call__(self, indices: Indices, keys: Seeds, out: npt.NDArray[Any]) -> RowErrorList:
+    def __call__(self, indices: Indices, seeds: Seeds, out: npt.NDArray[Any]) -> RowErrorList:
         if os.getpid() != self._owner_pid:
             self.source, self._owner_pid = reopen_after_fork(self.source), os.getpid()
         errors: RowErrors = {}
         out[indices < 0] = 0
-        self.transform(self._fetch(indices, errors), keys, out, errors)
+        self.transform(self._fetch(indices, errors), seeds, out, errors)
         for row in errors:
             out[row] = 0
         return sorted(errors.items())

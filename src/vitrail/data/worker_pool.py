@@ -1,6 +1,6 @@
 """Worker pools that fill batches with images while the model computes.
 
-A pool calls `fill_rows(indices, keys, out)` for parts of a batch and prefetches several batches. Workers
+A pool calls `fill_rows(indices, seeds, out)` for parts of a batch and prefetches several batches. Workers
 write the pixels into shared memory, so that no pixels are copied between processes:
 
     submit     start a batch, if `has_room`
@@ -62,7 +62,7 @@ MAX_TASK_ROWS = 16
 class FillRows(Protocol):
     """The function that workers run; its result must depend on the arguments alone."""
 
-    def __call__(self, indices: Indices, keys: Seeds, out: npt.NDArray[Any]) -> RowErrorList:
+    def __call__(self, indices: Indices, seeds: Seeds, out: npt.NDArray[Any]) -> RowErrorList:
         """Fill the rows of `out`, n H W C; rows that cannot be filled are zero and are returned with the reason."""
 
 
@@ -85,16 +85,16 @@ class SharedBuffer:
         self.memory = mmap.mmap(-1, max(count * self.stride, page))
         numbers = mmap.mmap(-1, max(count * rows * 16, page))
         self.indices: Indices = np.ndarray((count, rows), np.int64, numbers)
-        self.keys: Seeds = np.ndarray((count, rows), np.uint64, numbers, count * rows * 8)
+        self.seeds: Seeds = np.ndarray((count, rows), np.uint64, numbers, count * rows * 8)
         self.lengths = [0] * count
         self.free = deque(range(count))
 
     def images(self, slot: int) -> npt.NDArray[Any]:
         return np.ndarray(self.shape, self.dtype, self.memory, slot * self.stride)
 
-    def acquire(self, indices: Indices, keys: Seeds) -> int:
+    def acquire(self, indices: Indices, seeds: Seeds) -> int:
         slot, n = self.free.popleft(), len(indices)
-        self.lengths[slot], self.indices[slot, :n], self.keys[slot, :n] = n, indices, keys
+        self.lengths[slot], self.indices[slot, :n], self.seeds[slot, :n] = n, indices, seeds
         return slot
 
     def owning_array(self, slot: int) -> npt.NDArray[Any]:
@@ -126,9 +126,9 @@ class Pool(ABC):
     def has_room(self) -> bool:
         return len(self.pending) < self.depth and bool(self.buffer.free)
 
-    def submit(self, indices: Indices, keys: Seeds) -> None:
+    def submit(self, indices: Indices, seeds: Seeds) -> None:
         """Start to fill a batch."""
-        slot = self.buffer.acquire(indices, keys)
+        slot = self.buffer.acquire(indices, seeds)
         self.pending.append(slot)
         n = len(indices)
         self._start(slot, [(first, min(self.task_rows, n - first)) for first in range(0, n, self.task_rows)])
@@ -162,7 +162,7 @@ class Pool(ABC):
     def _run_task(self, slot: int, first: int, count: int) -> RowErrorList:
         rows = slice(first, first + count)
         buffer = self.buffer
-        errors = self.fill_rows(buffer.indices[slot, rows], buffer.keys[slot, rows], buffer.images(slot)[rows])
+        errors = self.fill_rows(buffer.indices[slot, rows], buffer.seeds[slot, rows], buffer.images(slot)[rows])
         return [(first + row, reason) for row, reason in errors]
 
 

@@ -22,12 +22,12 @@ UNLIKELY = 1e-4
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 
 
-def keys(count: int, step: int = 0) -> rng.Seeds:
+def seeds(count: int, step: int = 0) -> rng.Seeds:
     return rng.sample_seeds(3, step, np.arange(count))
 
 
 def boxes_of(size: tuple[int, int], count: int, scale=SCALE, ratio=RATIO) -> np.ndarray:
-    return crop_boxes(keys(count), np.tile(size, (count, 1)), scale, ratio)
+    return crop_boxes(seeds(count), np.tile(size, (count, 1)), scale, ratio)
 
 
 def slow_box(key: np.uint64, height: int, width: int, scale, ratio) -> tuple[int, int, int, int]:
@@ -55,8 +55,8 @@ def slow_box(key: np.uint64, height: int, width: int, scale, ratio) -> tuple[int
 )
 def test_a_crop_is_torchvisions_loop_and_lies_in_its_image(sizes: list, scale: tuple, ratio: tuple):
     scale, ratio = tuple(sorted(scale)), tuple(sorted(ratio))
-    drawn = crop_boxes(keys(len(sizes)), sizes, scale, ratio)
-    slow = [slow_box(key, *size, scale, ratio) for key, size in zip(keys(len(sizes)), sizes, strict=True)]
+    drawn = crop_boxes(seeds(len(sizes)), sizes, scale, ratio)
+    slow = [slow_box(key, *size, scale, ratio) for key, size in zip(seeds(len(sizes)), sizes, strict=True)]
     assert drawn.tolist() == [list(box) for box in slow]
     for (top, left, h, w), (height, width) in zip(drawn, sizes, strict=True):
         assert 0 <= top <= top + h <= height
@@ -85,8 +85,8 @@ def test_an_image_too_long_is_cropped_in_its_middle():
 
 
 def test_a_crop_depends_on_its_own_key_alone():
-    together = crop_boxes(keys(50), np.tile((60, 80), (50, 1)), SCALE, RATIO)
-    alone = np.concatenate([crop_boxes(keys(50)[i : i + 1], [(60, 80)], SCALE, RATIO) for i in range(50)])
+    together = crop_boxes(seeds(50), np.tile((60, 80), (50, 1)), SCALE, RATIO)
+    alone = np.concatenate([crop_boxes(seeds(50)[i : i + 1], [(60, 80)], SCALE, RATIO) for i in range(50)])
     np.testing.assert_array_equal(together, alone)
 
 
@@ -114,7 +114,7 @@ def test_a_resized_crop_is_pillows_but_for_its_rounding(photos: Tensor, interpol
 
 @pytest.mark.parametrize("pad", [1, 4])
 def test_a_shift_is_a_crop_of_the_mirrored_image(photos: Tensor, pad: int):
-    by = sample_shifts(keys(len(photos)), pad)
+    by = sample_shifts(seeds(len(photos)), pad)
     ours = shift(photos, torch.from_numpy(by)).numpy()
     for photo, (down, right), got in zip(photos.numpy(), by, ours, strict=True):
         wide = np.pad(photo, ((0, 0), (pad, pad), (pad, pad)), mode="reflect")
@@ -123,14 +123,14 @@ def test_a_shift_is_a_crop_of_the_mirrored_image(photos: Tensor, pad: int):
 
 
 def test_shifts_are_alike_in_both_directions():
-    by = sample_shifts(keys(20_000), 4)
+    by = sample_shifts(seeds(20_000), 4)
     counts = np.histogram2d(by[:, 0], by[:, 1], bins=9, range=[[-4.5, 4.5]] * 2)[0]
     assert counts.sum() == 20_000
     assert stats.chisquare(counts.ravel()).pvalue > UNLIKELY
 
 
 def test_as_many_are_mirrored_as_asked_for(images: Tensor):
-    assert not sample_flips(keys(1000), 0.0).any()
-    assert sample_flips(keys(1000), 1.0).all()
-    assert stats.binomtest(int(sample_flips(keys(20_000), 0.3).sum()), 20_000, 0.3).pvalue > UNLIKELY
+    assert not sample_flips(seeds(1000), 0.0).any()
+    assert sample_flips(seeds(1000), 1.0).all()
+    assert stats.binomtest(int(sample_flips(seeds(20_000), 0.3).sum()), 20_000, 0.3).pvalue > UNLIKELY
     np.testing.assert_array_equal(flip(images).numpy(), images.numpy()[..., ::-1])

@@ -26,7 +26,7 @@ UNLIKELY = 1e-4
 SIZE = (40, 56)
 
 
-def keys(count: int, step: int = 0) -> rng.Seeds:
+def seeds(count: int, step: int = 0) -> rng.Seeds:
     return rng.sample_seeds(5, step, np.arange(count))
 
 
@@ -85,7 +85,7 @@ def test_a_repeated_image_is_not_mixed_with_its_own_copies(repeats: int):
 
 @pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0, 4.0])
 def test_shares_are_beta_distributed(alpha: float):
-    drawn = MixupCutMix(alpha, 0.0, 1.0, SIZE).draw(keys(20_000))
+    drawn = MixupCutMix(alpha, 0.0, 1.0, SIZE).draw(seeds(20_000))
     assert stats.kstest(drawn["lam"].astype(np.float64), stats.beta(alpha, alpha).cdf).pvalue > UNLIKELY
     assert not drawn["cut"].any()
     ends = beta_quantile(np.array([0.0, 1 - 2**-24]), alpha)
@@ -93,19 +93,19 @@ def test_shares_are_beta_distributed(alpha: float):
 
 
 def test_kinds_and_chance_are_as_asked_for():
-    drawn = MixupCutMix(0.8, 1.0, 0.7, SIZE).draw(keys(20_000))
+    drawn = MixupCutMix(0.8, 1.0, 0.7, SIZE).draw(seeds(20_000))
     cut = drawn["cut"] > 0
     blended = ~cut & (drawn["lam"] < 1)
     for kind in (cut, blended):
         assert stats.binomtest(int(kind.sum()), 20_000, 0.35).pvalue > UNLIKELY
     assert np.all(drawn["lam"][~cut & ~blended] == 1)
-    alone = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(keys(2000))
+    alone = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(seeds(2000))
     assert np.all(alone["cut"] == 1)
 
 
 def test_cut_boxes_are_the_papers():
-    drawn = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(keys(5000))
-    draws = rng.uniform_np(keys(5000), rng.stream_id("mix"), 5).astype(np.float64)
+    drawn = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(seeds(5000))
+    draws = rng.uniform_np(seeds(5000), rng.stream_id("mix"), 5).astype(np.float64)
     for (top, left, height, width), draw, own in zip(drawn["boxes"], draws, drawn["lam"], strict=True):
         side = np.sqrt(1 - draw[2])  # Beta(1, 1) is uniform
         cut_h, cut_w = int(40 * side), int(56 * side)
@@ -118,7 +118,7 @@ def test_cut_boxes_are_the_papers():
 
 
 def test_images_are_mixed_by_their_shares(images: Tensor):
-    drawn = MixupCutMix(0.8, 1.0, 0.8, SIZE).draw(keys(16))
+    drawn = MixupCutMix(0.8, 1.0, 0.8, SIZE).draw(seeds(16))
     partners = images.roll(1, 0)
     ours = mix_images(images, partners, torch.ones(16, dtype=torch.bool), here(drawn))
     kinds = set()
@@ -139,7 +139,7 @@ def test_images_are_mixed_by_their_shares(images: Tensor):
 
 
 def test_the_label_has_exactly_the_pixels_share():
-    drawn = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(keys(200))
+    drawn = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(seeds(200))
     images, readable = torch.ones(200, 1, 40, 56), torch.ones(200, dtype=torch.bool)
     kept = mix_images(images, 0 * images, readable, here(drawn)).mean((1, 2, 3))
     labels = mix_targets(
@@ -150,7 +150,7 @@ def test_the_label_has_exactly_the_pixels_share():
 
 
 def test_an_unreadable_partner_leaves_no_trace(images: Tensor):
-    drawn = here(MixupCutMix(0.8, 1.0, 1.0, SIZE).draw(keys(16)))
+    drawn = here(MixupCutMix(0.8, 1.0, 1.0, SIZE).draw(seeds(16)))
     dead = torch.zeros(16, dtype=torch.bool)
     targets = one_hot(torch.arange(16), 16)
     assert torch.equal(mix_images(images, torch.rand_like(images), dead, drawn), images)

@@ -25,7 +25,7 @@ SIZE = (40, 56)
 MEAN = (0.485, 0.456, 0.406)
 
 
-def keys(count: int, step: int = 0) -> rng.Seeds:
+def seeds(count: int, step: int = 0) -> rng.Seeds:
     return rng.sample_seeds(5, step, np.arange(count))
 
 
@@ -41,7 +41,7 @@ def uniform_between(values: np.ndarray, low: float, high: float) -> bool:
 
 
 def test_jitter_draws_factors_uniformly():
-    drawn = ColorJitter((0.4, 1.5, 0.2, 0.1)).draw(keys(20_000))
+    drawn = ColorJitter((0.4, 1.5, 0.2, 0.1)).draw(seeds(20_000))
     assert uniform_between(drawn["brightness"], 0.6, 1.4)
     assert uniform_between(drawn["contrast"], 0.0, 2.5)
     assert uniform_between(drawn["saturation"], 0.8, 1.2)
@@ -49,7 +49,7 @@ def test_jitter_draws_factors_uniformly():
 
 
 def test_jitter_has_every_order_alike():
-    drawn = ColorJitter((0.4, 0.4, 0.4, 0.1)).draw(keys(24_000))
+    drawn = ColorJitter((0.4, 0.4, 0.4, 0.1)).draw(seeds(24_000))
     places = np.stack(
         [np.stack([drawn[f"{name} {place}"] for name in JITTER_OPERATIONS]) for place in range(4)]
     )  # place name n
@@ -63,7 +63,7 @@ def test_jitter_has_every_order_alike():
 @pytest.mark.parametrize("strengths", [(0.4, 0.4, 0.4, 0.1), (0.3, 0.3, 0.3, 0.0), (0.0, 0.5, 0.0, 0.0)])
 def test_jitter_does_one_change_after_the_other(images: Tensor, strengths):
     jitter = ColorJitter(strengths)
-    drawn = jitter.draw(keys(len(images)))
+    drawn = jitter.draw(seeds(len(images)))
     ours = jitter.apply(images.clone(), here(drawn))
     names = [name for name, strength in zip(JITTER_OPERATIONS, strengths, strict=True) if strength]
     for number, photo in enumerate(images):
@@ -79,7 +79,7 @@ def test_jitter_does_one_change_after_the_other(images: Tensor, strengths):
 
 
 def test_three_has_its_kinds_alike_and_deits_blur():
-    drawn = ThreeAugment().draw(keys(30_000))
+    drawn = ThreeAugment().draw(seeds(30_000))
     kinds = np.stack([drawn[name] for name in ("gray", "solarize", "blur")])
     assert np.all(kinds.sum(0) == 1)
     assert stats.chisquare(kinds.sum(1)).pvalue > UNLIKELY
@@ -93,7 +93,7 @@ def test_three_has_its_kinds_alike_and_deits_blur():
 
 def test_three_does_to_each_image_what_was_drawn(images: Tensor):
     three = ThreeAugment()
-    drawn = three.draw(keys(len(images)))
+    drawn = three.draw(seeds(len(images)))
     ours = three.apply(images.clone(), here(drawn))
     assert all(drawn[name].any() for name in ("gray", "solarize", "blur"))
     for number, photo in enumerate(images):
@@ -165,7 +165,7 @@ def test_each_operation_is_timms_at_every_strength(photos: Tensor, name: str, ma
 
 def test_operations_and_their_signs_are_alike_and_every_other_layer_rests():
     policy = RandAugment(2, 9.0, 0.0, size=SIZE, fill=MEAN)
-    drawn = policy.draw(keys(30_000))
+    drawn = policy.draw(seeds(30_000))
     for layer in (0, 1):
         amount = drawn[f"amount {layer}"]
         inverted = drawn[f"solarize {layer}"] & (amount == 0)
@@ -187,7 +187,7 @@ def test_operations_and_their_signs_are_alike_and_every_other_layer_rests():
 
 
 def test_strength_varies_normally_within_its_range():
-    drawn = RandAugment(1, 9.0, 0.5, size=SIZE, fill=MEAN).draw(keys(60_000))
+    drawn = RandAugment(1, 9.0, 0.5, size=SIZE, fill=MEAN).draw(seeds(60_000))
     factor = drawn["amount 0"][drawn["brightness 0"]].astype(np.float64)
     strength = np.abs(factor - 1) / 0.9 * 10
     assert strength.max() <= 10 + 1e-5
@@ -204,7 +204,7 @@ def test_strength_varies_normally_within_its_range():
 )
 def test_computing_all_or_only_some_gives_the_same_bits(images: Tensor, policy, channels: int):
     photos = images[:, :channels].repeat(4, 1, 1, 1)
-    drawn = policy.draw(keys(len(photos)))
+    drawn = policy.draw(seeds(len(photos)))
     some, everything = (
         policy.apply(photos.clone(), here(drawn, static_shapes=static_shapes)) for static_shapes in (False, True)
     )

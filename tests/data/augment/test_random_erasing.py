@@ -18,12 +18,12 @@ SCALE = (0.02, 1 / 3)
 SIZE = (40, 56)
 
 
-def keys(count: int, step: int = 0) -> rng.Seeds:
+def seeds(count: int, step: int = 0) -> rng.Seeds:
     return rng.sample_seeds(5, step, np.arange(count))
 
 
-def erased(images: Tensor, part: RandomErasing, keys: rng.Seeds, *, static_shapes: bool = False) -> Tensor:
-    drawn = to_device({"erase": part.draw(keys)}, torch.device("cpu"), static_shapes)["erase"]
+def erased(images: Tensor, part: RandomErasing, seeds: rng.Seeds, *, static_shapes: bool = False) -> Tensor:
+    drawn = to_device({"erase": part.draw(seeds)}, torch.device("cpu"), static_shapes)["erase"]
     drawn["quantiles"] = rng.normal_quantiles(torch.device("cpu"))
     return part.apply(images.clone(), drawn)
 
@@ -41,7 +41,7 @@ def test_a_box_is_replaced_and_nothing_else(images: Tensor):
 
 
 def test_as_many_are_erased_as_asked_for():
-    drawn = RandomErasing(0.25, SCALE, SIZE).draw(keys(20_000))
+    drawn = RandomErasing(0.25, SCALE, SIZE).draw(seeds(20_000))
     assert stats.binomtest(int(drawn["which"].sum()), 20_000, 0.25).pvalue > UNLIKELY
 
 
@@ -49,7 +49,7 @@ def test_as_many_are_erased_as_asked_for():
 @pytest.mark.parametrize("size", [(224, 224), (32, 32), (30, 90)])
 def test_boxes_are_distributed_as_torchvisions(size: tuple[int, int]):
     peer = import_peer("torchvision.transforms").RandomErasing
-    drawn = RandomErasing(1.0, SCALE, size).draw(keys(4000))
+    drawn = RandomErasing(1.0, SCALE, size).draw(seeds(4000))
     ours = drawn["boxes"][drawn["which"]]
     blank = torch.zeros(1, *size)
     theirs = np.array([peer.get_params(blank, SCALE, (0.3, 1 / 0.3), [0.0])[:4] for _ in range(4000)])
@@ -66,7 +66,7 @@ def test_boxes_are_distributed_as_torchvisions(size: tuple[int, int]):
 
 
 def test_boxes_lie_inside_and_never_cover_a_whole_side():
-    drawn = RandomErasing(1.0, (0.02, 1.0), SIZE).draw(keys(2000))
+    drawn = RandomErasing(1.0, (0.02, 1.0), SIZE).draw(seeds(2000))
     top, left, height, width = drawn["boxes"][drawn["which"]].T
     assert np.all((top >= 0) & (left >= 0) & (height > 0) & (width > 0))
     assert np.all((top + height <= 40) & (left + width <= 56))
@@ -76,7 +76,7 @@ def test_boxes_lie_inside_and_never_cover_a_whole_side():
 def test_noise_is_normal_pixel_by_pixel_and_differs_between_images():
     part = RandomErasing(1.0, SCALE, SIZE)
     blank = torch.full((300, 3, 40, 56), 9.0)
-    noise = erased(blank, part, keys(300))
+    noise = erased(blank, part, seeds(300))
     changed = noise != 9
     assert stats.kstest(noise[changed].numpy()[::7], "norm").pvalue > UNLIKELY
     assert changed.all(1).sum() == changed.any(1).sum()  # all channels or none
@@ -88,8 +88,8 @@ def test_noise_is_normal_pixel_by_pixel_and_differs_between_images():
 
 def test_computing_all_or_only_some_gives_the_same_bits(images: Tensor):
     part = RandomErasing(0.5, SCALE, SIZE)
-    some, everything = (erased(images, part, keys(16), static_shapes=static_shapes) for static_shapes in (False, True))
+    some, everything = (erased(images, part, seeds(16), static_shapes=static_shapes) for static_shapes in (False, True))
     assert torch.equal(some, everything)
     assert not torch.equal(some, images)
-    one_by_one = [erased(images[i : i + 1], part, keys(16)[i : i + 1]) for i in range(16)]
+    one_by_one = [erased(images[i : i + 1], part, seeds(16)[i : i + 1]) for i in range(16)]
     assert torch.equal(torch.cat(one_by_one), some)

@@ -32,10 +32,10 @@ class ColorJitter:
         named = zip(JITTER_OPERATIONS, strengths, strict=True)
         self.strengths = {name: strength for name, strength in named if strength > 0}
 
-    def draw(self, keys: rng.Seeds) -> HostParams:
+    def draw(self, seeds: rng.Seeds) -> HostParams:
         """For each operation its amount, and for each position in the order whether it is applied there."""
         count = len(JITTER_OPERATIONS)
-        draws = rng.uniform_np(keys, JITTER, 2 * count).astype(np.float64)
+        draws = rng.uniform_np(seeds, JITTER, 2 * count).astype(np.float64)
         amounts = dict(zip(JITTER_OPERATIONS, draws[:, :count].T, strict=True))
         sort_keys = dict(zip(JITTER_OPERATIONS, draws[:, count:].T, strict=True))
         order = np.argsort(np.stack([sort_keys[name] for name in self.strengths], axis=1), axis=1, kind="stable")

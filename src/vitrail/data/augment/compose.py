@@ -99,19 +99,19 @@ class Augment:
 
     def draw(self, step: int, slots: Slots, size: tuple[int, int]) -> dict[str, HostParams]:
         """All random parameters for these slots of the global batch; `size` is that of the input images."""
-        config, keys = self.config, rng.sample_seeds(self.seed, step, slots)
+        config, seeds = self.config, rng.sample_seeds(self.seed, step, slots)
         params: dict[str, HostParams] = {"geometry": {}}
         if self.resizes:
-            params["geometry"]["boxes"] = crop_boxes(keys, np.tile(size, (len(keys), 1)), config.scale, config.ratio)
+            params["geometry"]["boxes"] = crop_boxes(seeds, np.tile(size, (len(seeds), 1)), config.scale, config.ratio)
         elif config.crop == "pad" and config.pad:
-            params["geometry"]["shift"] = sample_shifts(keys, config.pad)
+            params["geometry"]["shift"] = sample_shifts(seeds, config.pad)
         if config.flip:
-            params["geometry"]["flip"] = sample_flips(keys, config.flip)
+            params["geometry"]["flip"] = sample_flips(seeds, config.flip)
         parts = {"policy": self.policy, "jitter": self.jitter, "erase": self.erase}
-        params |= {name: part.draw(keys) for name, part in parts.items() if part is not None}
+        params |= {name: part.draw(seeds) for name, part in parts.items() if part is not None}
         if self.mixer is not None:
             params["mix"] = self.mixer.draw(
-                keys, disabled=self.mix_until_step is not None and step >= self.mix_until_step
+                seeds, disabled=self.mix_until_step is not None and step >= self.mix_until_step
             )
             params["mix"]["partners"] = mix_partners(
                 self.seed, step, slots, batch_size=self.batch_size, group_size=config.mix_group, repeats=self.repeats

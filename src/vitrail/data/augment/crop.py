@@ -32,20 +32,20 @@ Interpolation = Literal["bilinear", "bicubic"]
 FILTER_RADIUS = {"bilinear": 1, "bicubic": 2}
 
 
-def crop_boxes(keys: rng.Seeds, sizes: npt.ArrayLike, scale: tuple[float, float], ratio: tuple[float, float]) -> Boxes:
-    """A random box in each image: keys (n), sizes (n 2: height, width) -> n 4: top, left, height, width.
+def crop_boxes(seeds: rng.Seeds, sizes: npt.ArrayLike, scale: tuple[float, float], ratio: tuple[float, float]) -> Boxes:
+    """A random box in each image: seeds (n), sizes (n 2: height, width) -> n 4: top, left, height, width.
 
     torchvision's RandomResizedCrop: an area uniform in `scale` and a width over height log-uniform
     in `ratio`, tried up to ten times until it fits; else the largest centered part whose shape is allowed.
     """
     sizes = np.asarray(sizes, dtype=np.int64).reshape(-1, 2)
-    boxes, fits = sample_boxes(keys, CROP, sizes, scale, ratio)
+    boxes, fits = sample_boxes(seeds, CROP, sizes, scale, ratio)
     boxes[~fits] = _largest_centered(sizes[~fits], ratio)
     return boxes
 
 
 def sample_boxes(
-    keys: rng.Seeds,
+    seeds: rng.Seeds,
     stream: int,
     sizes: npt.NDArray[np.int64],
     scale: tuple[float, float],
@@ -55,7 +55,7 @@ def sample_boxes(
 ) -> tuple[Boxes, npt.NDArray[np.bool_]]:
     """Boxes of random area, aspect ratio and position, and whether one of ten tries fits with `margin` to spare."""
     height, width = sizes.T
-    draws = rng.uniform_np(keys, stream, 2 * MAX_TRIES + 2).astype(np.float64)  # exact, and 1 is never reached
+    draws = rng.uniform_np(seeds, stream, 2 * MAX_TRIES + 2).astype(np.float64)  # exact, and 1 is never reached
     areas = (height * width)[:, None] * (scale[0] + (scale[1] - scale[0]) * draws[:, :MAX_TRIES])  # n MAX_TRIES
     low, high = np.log(ratio)
     ratios = np.exp(low + (high - low) * draws[:, MAX_TRIES : 2 * MAX_TRIES])
@@ -76,14 +76,14 @@ def _largest_centered(sizes: npt.NDArray[np.int64], ratio: tuple[float, float]) 
     return np.stack([(height - h) // 2, (width - w) // 2, h, w], axis=1)
 
 
-def sample_shifts(keys: rng.Seeds, pad: int) -> npt.NDArray[np.int64]:
+def sample_shifts(seeds: rng.Seeds, pad: int) -> npt.NDArray[np.int64]:
     """n 2: pixels down and right, uniform in -pad to pad."""
-    return (rng.uniform_np(keys, SHIFT, 2).astype(np.float64) * (2 * pad + 1)).astype(np.int64) - pad
+    return (rng.uniform_np(seeds, SHIFT, 2).astype(np.float64) * (2 * pad + 1)).astype(np.int64) - pad
 
 
-def sample_flips(keys: rng.Seeds, prob: float) -> npt.NDArray[np.bool_]:
+def sample_flips(seeds: rng.Seeds, prob: float) -> npt.NDArray[np.bool_]:
     """n: whether to flip an image, with probability `prob`."""
-    return rng.uniform_np(keys, FLIP, 1)[:, 0] < prob
+    return rng.uniform_np(seeds, FLIP, 1)[:, 0] < prob
 
 
 def flip(images: Tensor) -> Tensor:

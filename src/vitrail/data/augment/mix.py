@@ -64,18 +64,18 @@ class MixupCutMix:
     def __init__(self, mixup: float, cutmix: float, prob: float, size: tuple[int, int]) -> None:
         self.mixup, self.cutmix, self.prob, self.size = mixup, cutmix, prob, size
 
-    def draw(self, keys: rng.Seeds, *, disabled: bool = False) -> HostParams:
+    def draw(self, seeds: rng.Seeds, *, disabled: bool = False) -> HostParams:
         """`lam`: weight of the image itself; `boxes`: the part that CutMix replaces (empty for mixup).
 
         If `disabled`, no image is mixed.
         """
-        draws = rng.uniform_np(keys, MIX, 5).astype(np.float64)
+        draws = rng.uniform_np(seeds, MIX, 5).astype(np.float64)
         mixed = draws[:, 0] < (0 if disabled else self.prob)
         cut = mixed & (draws[:, 1] >= (0.5 if self.mixup and self.cutmix else 0.0 if self.cutmix else 1.0))
         blended = mixed & ~cut
-        lam = np.ones(len(keys))
+        lam = np.ones(len(seeds))
         lam[blended] = beta_quantile(draws[blended, 2], self.mixup) if blended.any() else 1
-        boxes = np.zeros((len(keys), 4), np.int64)
+        boxes = np.zeros((len(seeds), 4), np.int64)
         boxes[cut] = self._boxes(beta_quantile(draws[cut, 2], self.cutmix), draws[cut, 3:]) if cut.any() else 0
         lam[cut] = 1 - boxes[cut, 2] * boxes[cut, 3] / (self.size[0] * self.size[1])
         return {"lam": lam.astype(np.float32), "boxes": boxes, "cut": cut.astype(np.float32)}

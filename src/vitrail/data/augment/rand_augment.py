@@ -76,11 +76,11 @@ class RandAugment:
         self.num_ops, self.magnitude, self.magnitude_std, self.size = num_ops, magnitude, magnitude_std, size
         self.fill = np.array(fill, np.float32)
 
-    def draw(self, keys: rng.Seeds) -> HostParams:
-        draws = rng.uniform_np(keys, RAND, 3 * self.num_ops).astype(np.float64).reshape(len(keys), -1, 3)
-        spread = rng.normal_np(keys, STRENGTH, self.num_ops)
+    def draw(self, seeds: rng.Seeds) -> HostParams:
+        draws = rng.uniform_np(seeds, RAND, 3 * self.num_ops).astype(np.float64).reshape(len(seeds), -1, 3)
+        spread = rng.normal_np(seeds, STRENGTH, self.num_ops)
         strength = np.clip(self.magnitude + self.magnitude_std * spread.astype(np.float64), 0, 10) / 10
-        params: HostParams = {"fill": self.fill_for(len(keys))}
+        params: HostParams = {"fill": self.fill_for(len(seeds))}
         for layer in range(self.num_ops):
             apply_draw, choice, sign = draws[:, layer].T
             operation = np.where(apply_draw < APPLY_PROB, (len(OPERATIONS) * choice).astype(np.int64), -1)

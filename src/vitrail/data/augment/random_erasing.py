@@ -24,18 +24,18 @@ class RandomErasing:
     def __init__(self, prob: float, scale: tuple[float, float], size: tuple[int, int]) -> None:
         self.prob, self.scale, self.size = prob, scale, size
 
-    def draw(self, keys: rng.Seeds) -> HostParams:
-        sizes = np.tile(np.array(self.size, np.int64), (len(keys), 1))
-        boxes, fits = sample_boxes(keys, WHERE, sizes, self.scale, RATIO, margin=1)
-        chosen = rng.uniform_np(keys, ERASE, 1)[:, 0] < self.prob
-        return {"which": chosen & fits, "boxes": boxes, "keys": keys.view(np.int64)}
+    def draw(self, seeds: rng.Seeds) -> HostParams:
+        sizes = np.tile(np.array(self.size, np.int64), (len(seeds), 1))
+        boxes, fits = sample_boxes(seeds, WHERE, sizes, self.scale, RATIO, margin=1)
+        chosen = rng.uniform_np(seeds, ERASE, 1)[:, 0] < self.prob
+        return {"which": chosen & fits, "boxes": boxes, "seeds": seeds.view(np.int64)}
 
     def apply(self, images: Tensor, params: DeviceParams) -> Tensor:
-        def noisy(images: Tensor, boxes: Tensor, keys: Tensor) -> Tensor:
-            noise = rng.normal(keys, NOISE, images[0].numel(), params["quantiles"])
+        def noisy(images: Tensor, boxes: Tensor, seeds: Tensor) -> Tensor:
+            noise = rng.normal(seeds, NOISE, images[0].numel(), params["quantiles"])
             return erase(images, boxes, noise.view_as(images))
 
-        return apply_to_subset(params["which"], images, noisy, params["boxes"], params["keys"])
+        return apply_to_subset(params["which"], images, noisy, params["boxes"], params["seeds"])
 
 
 def erase(images: Tensor, boxes: Tensor, noise: Tensor) -> Tensor:

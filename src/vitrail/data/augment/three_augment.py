@@ -22,13 +22,13 @@ BLUR_RADIUS = 6
 
 
 class ThreeAugment:
-    def draw(self, keys: rng.Seeds) -> HostParams:
-        draws = rng.uniform_np(keys, THREE, 2).astype(np.float64)
+    def draw(self, seeds: rng.Seeds) -> HostParams:
+        draws = rng.uniform_np(seeds, THREE, 2).astype(np.float64)
         choice = (3 * draws[:, 0]).astype(np.int64)
         return {
             "gray": choice == 0,
             "solarize": choice == 1,
-            "threshold": np.full(len(keys), SOLARIZE_THRESHOLD, np.float32),
+            "threshold": np.full(len(seeds), SOLARIZE_THRESHOLD, np.float32),
             "blur": choice == 2,
             "weights": gaussian_weights(BLUR_STD[0] + (BLUR_STD[1] - BLUR_STD[0]) * draws[:, 1], BLUR_RADIUS),
         }
