@@ -1,4 +1,4 @@
-"""Versions of the files vitrail writes: run settings, model folders, checkpoints, export metadata.
+"""Versions of the files vitrail writes: run settings, model folders, checkpoints, export metadata, feature files.
 
 Version 2 uses the field names of this release. Version 1, which had other names for many fields, is upgraded when it is
 read; this module is the only place that knows the old names. A version that is newer than this release is refused.
@@ -13,7 +13,7 @@ from vitrail.errors import FormatError
 
 VERSION = 2
 
-Document = Literal["run", "model", "checkpoint", "result", "export"]
+Document = Literal["run", "model", "checkpoint", "result", "export", "features"]
 
 KEYS: dict[Document, str] = {
     "run": "format_version",
@@ -21,8 +21,9 @@ KEYS: dict[Document, str] = {
     "checkpoint": "format_version",
     "result": "format_version",
     "export": "version",
+    "features": "format_version",
 }
-"""The field that holds a document's version. Version 1 of runs, checkpoints and results has no such field."""
+"""The field that holds a document's version. Version 1 of runs, checkpoints, results and features has none."""
 
 RENAMED: dict[str, dict[str, str]] = {
     "run": {
@@ -82,10 +83,19 @@ RENAMED: dict[str, dict[str, str]] = {
     },
     "result": {"stopped": "stop_reason", "compared": "comparisons"},
     "export": {},
+    "features": {"place": "features", "pictures": "images", "normalise": "normalize", "batch": "batch_size"},
 }
 """Section of a document -> old field name -> new field name."""
 
-NEW_VALUES: dict[tuple[str, str], dict[str, str]] = {("run.masked_patch", "target"): {"mean-colour": "mean-color"}}
+NEW_VALUES: dict[tuple[str, str], dict[str, str]] = {
+    ("run.masked_patch", "target"): {"mean-colour": "mean-color"},
+    ("features", "place"): {
+        "what the head sees": "head input",
+        "the last layer's token": "last layer, token",
+        "the last layer's mean": "last layer, mean",
+        "the last layer's token+mean": "last layer, token+mean",
+    },
+}
 """Section and field -> old value -> new value."""
 
 
@@ -100,7 +110,7 @@ def current(document: Document, values: Mapping[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in values.items() if name != key}
     if version == VERSION:
         return rest
-    upgrade = {"run": _run, "model": _model, "result": _result}.get(document)
+    upgrade = {"run": _run, "model": _model, "result": _result, "features": _features}.get(document)
     return upgrade(rest) if upgrade else _renamed(document, rest)
 
 
@@ -132,6 +142,13 @@ def _run(values: dict[str, Any]) -> dict[str, Any]:
 def _result(values: dict[str, Any]) -> dict[str, Any]:
     found = _renamed("result", values)
     return found | {"comparisons": [_result(other) for other in found.get("comparisons", [])]}
+
+
+def _features(values: dict[str, Any]) -> dict[str, Any]:
+    found = _renamed("features", values)
+    if isinstance(found.get("preprocess"), Mapping):
+        found["preprocess"] = _renamed("preprocess", found["preprocess"])
+    return found
 
 
 def _network(values: Mapping[str, Any]) -> dict[str, Any]:

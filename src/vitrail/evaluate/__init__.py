@@ -1,10 +1,12 @@
-"""Model + data -> numbers.
+"""Metrics of classifiers and of frozen features.
 
-accuracy, scores          every image once: top-1, top-5, loss, confusion
-intervals, calibration    how far a number may be off; whether the model is right as often as it says
-measure_per_class, real           each class by itself; ImageNet-ReaL's several labels
-matching, synsets         the data's classes and the model's outputs
-evaluation                all of it together
+accuracy, scores              top-1, top-5, loss and confusion matrix of a network over batches
+intervals, calibration        95 % intervals; expected calibration error
+per_class, imagenet_real      precision and recall per class; ImageNet-ReaL accuracy
+class_matching, synsets       mapping from a data set's classes to a model's outputs
+summary                       the result of one evaluation: `Evaluation`
+features, feature_file        feature extraction; Parquet files of features
+fewshot, knn, logistic        classifiers on frozen features
 """
 
 from vitrail.evaluate.accuracy import measure

@@ -1,4 +1,4 @@
-"""Top-1, top-5, loss and what was said of each image, exactly, however the images are batched and dealt out."""
+"""Top-1, top-5, loss and per-image results; exact for any batch size and any number of processes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vitrail.evaluate.scores import MAX_CONFUSION_CLASSES, SampleResults, Scores
 from vitrail.models.base import eval_mode
 from vitrail.runtime import autocast
 
-# b images of a batch, N of this process or of all, K classes
+# b images in a batch, N images in this process or in all processes, K classes
 
 Collective = Callable[[Tensor], Tensor]
-"""A tensor of this process -> one of all processes: their sum, or their rows one after the other."""
+"""A collective operation: a tensor of this process -> the sum, or the concatenated rows, over all processes."""
 TOP_K = 5
-"""So many of an image's likeliest classes are kept."""
+"""Number of highest-scoring classes that are kept for each image."""
 
 
 def measure(
@@ -41,17 +41,17 @@ def measure(
     flip: bool = False,
     on_batch: Callable[[int], None] | None = None,
 ) -> Scores:
-    """Every image once, in evaluation mode; slots of weight 0 and images without a label do not count.
+    """Evaluate a network on every image once. Images with weight 0 or without a label are excluded.
 
-    flip: of each image and its mirror image, the mean of the probabilities. `watch` is told of each
-    batch how many images it had.
+    flip: average the probabilities of each image and its mirror image. `on_batch(n)` is called after each
+    batch of n images.
 
-    With several processes, each gives its own batches; `reduce` sums a tensor over them and `gather`
-    joins its rows. Without `gather`, `samples` holds this process's images only (several labels
-    need it: their average precision is of all images together).
+    With several processes, each passes its own batches; `reduce` sums a tensor over the processes and `gather`
+    concatenates its rows. Without `gather`, `samples` holds the images of this process only. Multi-label data
+    needs `gather`, because average precision cannot be computed from partial sums.
     """
     if multi_label and reduce is not None and gather is None:
-        raise ConfigError("several labels on several processes need gather: an average precision has no partial sums.")
+        raise ConfigError("multi-label data on several processes needs gather: average precision has no partial sums.")
     own = _Accumulator(multi_label, loss if not multi_label else "sigmoid")
     with eval_mode(net), torch.no_grad():
         dtype = next((p.dtype for p in net.parameters()), torch.float32)
@@ -61,7 +61,7 @@ def measure(
                 logits = net(images)
                 mirrored = net(images.flip(-1)) if flip else None
             if logits.ndim != 2 or logits.shape[1] != num_classes:
-                raise ModelError(f"wanted {num_classes} outputs an image, got {tuple(logits.shape[1:])}.")
+                raise ModelError(f"wanted {num_classes} outputs per image, got {tuple(logits.shape[1:])}.")
             own.add(
                 _to_float64(logits) if mirrored is None else average_probabilities(logits, mirrored, own.loss), batch
             )
@@ -71,12 +71,12 @@ def measure(
 
 
 def _to_float64(logits: Tensor) -> Tensor:
-    """In float64; Apple's GPUs have none."""
+    """Convert to float64, or to float32 on MPS, which has no float64."""
     return logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
 
 
 def average_probabilities(one: Tensor, other: Tensor, loss: str) -> Tensor:
-    """Logits whose probabilities are the mean of those of two: b K. Computed as logarithms, so that none is lost."""
+    """Two sets of logits, b K -> logits of their averaged probabilities, computed in log space to avoid underflow."""
     one, other = _to_float64(one), _to_float64(other)
     if loss == "softmax":
         return torch.logaddexp(one.log_softmax(1), other.log_softmax(1)) - math.log(2)
@@ -85,7 +85,7 @@ def average_probabilities(one: Tensor, other: Tensor, loss: str) -> Tensor:
 
 
 class _Accumulator:
-    """What the batches so far gave; it stays where it was computed, so that a GPU is never waited for."""
+    """Collects per-image results of the batches on their device, without synchronizing with the GPU."""
 
     NAMES = ("index", "truth", "prediction", "rank", "score", "truth_score", "loss", "top_classes", "counts")
 
@@ -97,9 +97,9 @@ class _Accumulator:
 
     def add(self, logits: Tensor, batch: Batch) -> None:
         targets = batch.targets.to(logits.device)
-        yes = targets > 0.5 if self.multi_label else F.one_hot(targets.clamp(min=0), logits.shape[1]).bool()  # b K
+        positive = targets > 0.5 if self.multi_label else F.one_hot(targets.clamp(min=0), logits.shape[1]).bool()  # b K
         if self.loss == "sigmoid":
-            losses = F.binary_cross_entropy_with_logits(logits, yes.to(logits), reduction="none").sum(1)
+            losses = F.binary_cross_entropy_with_logits(logits, positive.to(logits), reduction="none").sum(1)
             scores = logits.sigmoid()
         else:
             losses = F.cross_entropy(logits, targets.clamp(min=0), reduction="none")
@@ -111,23 +111,23 @@ class _Accumulator:
         prediction = top_classes[:, 0]
         row = {
             "index": batch.indices,
-            "truth": yes if self.multi_label else targets,
+            "truth": positive if self.multi_label else targets,
             "prediction": prediction,
-            "rank": _rank(logits, yes),
+            "rank": _rank(logits, positive),
             "score": scores.gather(1, prediction[:, None])[:, 0].float(),
-            "truth_score": _truth_score(scores, yes).float(),
+            "truth_score": _truth_score(scores, positive).float(),
             "loss": losses,
             "top_classes": top_classes,
             "counts": counts,
         }
         if self.multi_label:
-            row["scores"] = scores.float().cpu()  # N K may be too much for the device
+            row["scores"] = scores.float().cpu()  # N K may not fit on the device
         for name, value in row.items():
             self.columns[name].append(value)
 
     def joined(self, num_classes: int) -> dict[str, Tensor]:
-        """Of the images that count, on the CPU."""
-        if not self.columns["index"]:  # a process may have no image at all
+        """The concatenated columns on the CPU, without excluded images."""
+        if not self.columns["index"]:  # a process may have no images
             return _empty_columns(num_classes, self.multi_label)
         whole = {name: torch.cat(parts).cpu() for name, parts in self.columns.items()}
         counts = whole.pop("counts")
@@ -135,7 +135,7 @@ class _Accumulator:
 
 
 def _top_classes(logits: Tensor) -> Tensor:
-    """b 5: the likeliest classes, best first; of equals the lower number, which topk does not promise."""
+    """b 5: the highest-scoring classes, best first. Ties go to the lower class index, unlike in torch.topk."""
     found = [logits.argmax(1)]
     rest = logits.clone()
     for _ in range(1, min(TOP_K, logits.shape[1])):
@@ -144,22 +144,22 @@ def _top_classes(logits: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def _rank(logits: Tensor, yes: Tensor) -> Tensor:
-    """b: how many classes come before the first right one. Of equals the lower number comes first; NaN is never right.
+def _rank(logits: Tensor, positive: Tensor) -> Tensor:
+    """b: number of classes ranked before the first correct one. Ties go to the lower class index.
 
-    What cannot be right, as an image without labels, comes after all classes and after the fifth.
+    If no class can be correct (no label, or NaN in the logits), the rank is K + 5.
     """
-    classes = logits.shape[1]
-    best = logits.masked_fill(~yes, -math.inf).argmax(1, keepdim=True)  # its likeliest right class
+    num_classes = logits.shape[1]
+    best = logits.masked_fill(~positive, -math.inf).argmax(1, keepdim=True)  # the highest-scoring correct class
     value = logits.gather(1, best)
-    places = torch.arange(classes, device=logits.device)
-    rank = ((logits > value) | ((logits == value) & (places < best))).sum(1)
-    return rank.masked_fill(~yes.any(1) | logits.isnan().any(1), classes + 5)
+    classes = torch.arange(num_classes, device=logits.device)
+    rank = ((logits > value) | ((logits == value) & (classes < best))).sum(1)
+    return rank.masked_fill(~positive.any(1) | logits.isnan().any(1), num_classes + 5)
 
 
-def _truth_score(scores: Tensor, yes: Tensor) -> Tensor:
-    least = scores.masked_fill(~yes, math.inf).amin(1)
-    return least.masked_fill(~yes.any(1), math.nan)
+def _truth_score(scores: Tensor, positive: Tensor) -> Tensor:
+    lowest = scores.masked_fill(~positive, math.inf).amin(1)
+    return lowest.masked_fill(~positive.any(1), math.nan)
 
 
 def _empty_columns(num_classes: int, multi_label: bool) -> dict[str, Tensor]:
@@ -175,10 +175,10 @@ def _empty_columns(num_classes: int, multi_label: bool) -> dict[str, Tensor]:
 def _combine_processes(
     own: dict[str, Tensor], num_classes: int, multi_label: bool, reduce: Collective | None, gather: Collective | None
 ) -> Scores:
-    """From this process's images to the numbers of all."""
+    """Scores over the images of all processes, from the columns of this process."""
     labeled = own["truth"].any(1) if multi_label else torch.ones(len(own["index"]), dtype=torch.bool)
     rank = own["rank"]
-    # fsum rounds once, at the end: neither the order nor the size of the batches can show.
+    # fsum rounds once, at the end, so the result does not depend on the order or size of the batches.
     total = math.fsum(own["loss"].double().tolist()) if own["loss"].isfinite().all() else math.nan
     sums = torch.tensor([len(rank), total, labeled.sum(), (rank < 1).sum(), (rank < 5).sum()], dtype=torch.float64)
     confusion = (
@@ -192,13 +192,13 @@ def _combine_processes(
     if gather is not None:
         own = {name: gather(value) for name, value in own.items()}
     samples = _samples(own, multi_label)
-    count, total, asked, first, five = sums.tolist()
+    count, total, num_labeled, num_top1, num_top5 = sums.tolist()
     if count == 0:
         raise DataError("there is no labeled image to measure on; check the data and its labels.")
-    low, high = wilson_interval(first, asked)
+    low, high = wilson_interval(num_top1, num_labeled)
     return Scores(
-        top1=first / asked if asked else math.nan,
-        top5=five / asked if asked else math.nan,
+        top1=num_top1 / num_labeled if num_labeled else math.nan,
+        top5=num_top5 / num_labeled if num_labeled else math.nan,
         loss=total / count,
         count=int(count),
         low=low,
@@ -210,7 +210,7 @@ def _combine_processes(
 
 
 def _confusion(truth: Tensor, prediction: Tensor, num_classes: int) -> Tensor:
-    """K K: rows are true, columns are said."""
+    """K K: rows are true classes, columns are predictions."""
     return torch.bincount(truth * num_classes + prediction, minlength=num_classes**2).view(num_classes, num_classes)
 
 
@@ -220,8 +220,8 @@ def _samples(rows: dict[str, Tensor], multi_label: bool) -> SampleResults:
     def sorted_(name: str) -> npt.NDArray[np.generic]:
         return rows[name].numpy()[order]
 
-    kept = ("index", "truth", "prediction", "score", "truth_score", "rank", "loss", "top_classes")
-    names = (*kept, *(["scores"] if multi_label else []))
+    columns = ("index", "truth", "prediction", "score", "truth_score", "rank", "loss", "top_classes")
+    names = (*columns, *(["scores"] if multi_label else []))
     return SampleResults(**{name: sorted_(name) for name in names})  # type: ignore[arg-type]
 
 

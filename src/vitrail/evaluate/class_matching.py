@@ -1,7 +1,7 @@
-"""Which of a model's outputs each class of the data is: by WordNet's numbers, by name, or by order.
+"""Match the classes of a data set to a model's outputs: by WordNet ID, by name, or by order.
 
-Data may have a few of the model's classes only (ten folders of ImageNet): the answer is still the
-likeliest of all outputs. A class that no output stands for is refused, unless no image is of it.
+The data may have a subset of the model's classes (ten folders of ImageNet); the prediction is still the highest of all
+outputs. A class that has images but no output is an error.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ MAX_LISTED = 3
 
 @dataclass(frozen=True)
 class ClassMatch:
-    """Data and model, brought together."""
+    """Which output each class of the data is."""
 
     outputs: Ints
-    """C: the output of each class; -1 where there is none, and no image needs it."""
+    """C: the output of each class; -1 if there is none, which is allowed for a class without images."""
     method: MatchMethod
     labels: tuple[str, ...]
-    """K: what the outputs are called."""
+    """K: names of the outputs."""
     notes: tuple[str, ...] = ()
     synsets: Synsets | None = None
-    """K: their WordNet numbers, where they are known."""
+    """K: WordNet IDs of the outputs, if known."""
 
 
 class MappedSource:
-    """The same images; their classes are a model's outputs."""
+    """A source whose targets are a model's output indices."""
 
     def __init__(self, source: Source, match: ClassMatch) -> None:
         self.source, self.name, self.multi_label = source, source.name, source.multi_label
         self.labels = match.labels
-        places, targets = match.outputs, source.targets
+        outputs, targets = match.outputs, source.targets
         if self.multi_label:
-            there = places >= 0
+            matched = outputs >= 0
             self.targets: Targets = np.zeros((len(source), len(match.labels)), np.bool_)
-            self.targets[:, places[there]] = targets[:, there]
+            self.targets[:, outputs[matched]] = targets[:, matched]
         else:
-            self.targets = np.where(targets < 0, -1, places[np.maximum(targets, 0)])
+            self.targets = np.where(targets < 0, -1, outputs[np.maximum(targets, 0)])
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Sample:
         target = self.targets[index]
-        found = tuple(np.flatnonzero(target).tolist()) if self.multi_label else int(target)
+        targets = tuple(np.flatnonzero(target).tolist()) if self.multi_label else int(target)
         sample = self.source[index]
-        return Sample(sample.key, sample.image, found)
+        return Sample(sample.key, sample.image, targets)
 
     def key(self, index: int) -> str:
         return self.source.key(index)
@@ -92,37 +92,37 @@ def match_classes(
     require_synsets: bool = False,
     labels_are_names: bool = False,
 ) -> ClassMatch:
-    """The output of each class of the data. `labels` are the model's, `synsets` what lies beside the data.
+    """Match each class of the data to an output. `labels` are the model's; `synsets` are those of the data.
 
-    imagenet: only WordNet's numbers will do. named: the data's names are known to be its own, even where
-    they are numbers, as those of handwritten digits.
+    require_synsets: match by WordNet ID only. labels_are_names: the data's labels are names even if they are numeric,
+    as those of handwritten digits are.
     """
     if not source.labels:
-        raise DataError(f"the images of {source.name} have no labels to be right or wrong about.")
+        raise DataError(f"the images of {source.name} have no labels, so accuracy cannot be measured.")
     numbers = synsets or synsets_in_labels(source.labels)
     if numbers is not None:
         own, note = synsets_of_outputs(labels, num_outputs, numbers)
         if own is not None:
-            place = {number: k for k, number in enumerate(own)}
-            places = np.array([place.get(number, -1) for number in numbers], np.int64)
-            _check_all_matched(source, places, labels, num_outputs)
-            names = _display_names(labels, places, source.labels, own)
-            return ClassMatch(places, "synset", names, (note,) if note else (), own)
+            output_of = {number: k for k, number in enumerate(own)}
+            outputs = np.array([output_of.get(number, -1) for number in numbers], np.int64)
+            _check_all_matched(source, outputs, labels, num_outputs)
+            names = _display_names(labels, outputs, source.labels, own)
+            return ClassMatch(outputs, "synset", names, (note,) if note else (), own)
     if require_synsets:
         raise DataError(_missing_synsets_error(source, num_outputs, numbers))
     if labels is not None:
-        places = _match_by_name(source.labels, labels)
-        counted = (_all_numeric(source.labels) and not labels_are_names) or _all_numeric(labels)
-        if (places >= 0).any() or len(labels) != len(source.labels) or not counted:
-            _check_all_matched(source, places, labels, num_outputs)
-            return ClassMatch(places, "name", tuple(labels))
+        outputs = _match_by_name(source.labels, labels)
+        unnamed = (_all_numeric(source.labels) and not labels_are_names) or _all_numeric(labels)
+        if (outputs >= 0).any() or len(labels) != len(source.labels) or not unnamed:
+            _check_all_matched(source, outputs, labels, num_outputs)
+            return ClassMatch(outputs, "name", tuple(labels))
     return _match_by_order(source, labels, num_outputs)
 
 
 def labels_for_matching(info: ModelInfo, source: Source) -> tuple[str, ...] | None:
-    """The names of a model's classes to match the data's with; None where they go by order.
+    """The model's class names to match by, or None to match by order.
 
-    Names that were only assumed count as well, unless the data has as many classes with other names.
+    Assumed names (of unnamed ImageNet outputs) count too, unless the data has as many classes with other names.
     """
     if info.labels is None or len(source.labels) != len(info.labels):
         return info.labels
@@ -131,27 +131,27 @@ def labels_for_matching(info: ModelInfo, source: Source) -> tuple[str, ...] | No
 
 
 def _match_by_name(wanted: Sequence[str], labels: Sequence[str]) -> Ints:
-    """Equal but for capitals, underscores and hyphens; else by the first of several names. Never by a name of two."""
+    """Match by name, ignoring case, underscores and hyphens; else by the first synonym. Duplicates never match."""
     found = np.full(len(wanted), -1, np.int64)
     spellings = ([normalize_name(label) for label in labels], [normalize_name(label.split(",")[0]) for label in labels])
     for names in spellings:
         counts = Counter(names)
-        place = {name: k for k, name in enumerate(names) if counts[name] == 1}
-        missing = [place.get(normalize_name(word), -1) for word in wanted]
-        found = np.where(found < 0, missing, found)
+        output_of = {name: k for k, name in enumerate(names) if counts[name] == 1}
+        matches = [output_of.get(normalize_name(name), -1) for name in wanted]
+        found = np.where(found < 0, matches, found)
     return found
 
 
-def _match_by_order(source: Source, labels: Sequence[str] | None, outputs: int) -> ClassMatch:
-    """One after the other: all that is left where names are not known."""
+def _match_by_order(source: Source, labels: Sequence[str] | None, num_outputs: int) -> ClassMatch:
+    """Match class i to output i; the last resort, without names."""
     count = len(source.labels)
-    if count != outputs:
+    if count != num_outputs:
         raise DataError(
-            f"{source.name} has {count:,} classes and the model {outputs:,} outputs without names; "
-            "name them with --labels FILE, in their order."
+            f"{source.name} has {count:,} classes and the model {num_outputs:,} outputs without names; "
+            "name the outputs with --labels FILE, in order."
         )
-    note = "the model's outputs are taken for the data's classes in their order, since "
-    note += "the checkpoint does not name them" if labels is None else "only one side names them, the other counts"
+    note = "the data's classes are matched to the model's outputs by order, because "
+    note += "the checkpoint has no class names" if labels is None else "only one of them has class names"
     names = source.labels if labels is None or _all_numeric(labels) else labels
     return ClassMatch(np.arange(count), "order", tuple(names), (note,))
 
@@ -160,26 +160,26 @@ def _all_numeric(labels: Sequence[str]) -> bool:
     return all(label.isdecimal() for label in labels)
 
 
-def _check_all_matched(source: Source, places: Ints, labels: Sequence[str] | None, outputs: int) -> None:
-    """Refuse classes that have images and no output."""
+def _check_all_matched(source: Source, outputs: Ints, labels: Sequence[str] | None, num_outputs: int) -> None:
+    """Raise an error if a class has images but no output."""
     targets = source.targets
-    counts = targets.sum(0) if source.multi_label else np.bincount(targets[targets >= 0], minlength=len(places))
-    there = int((counts > 0).sum())
-    unknown = [source.labels[c] for c in np.flatnonzero((places < 0) & (counts > 0))]
-    if not unknown:
+    counts = targets.sum(0) if source.multi_label else np.bincount(targets[targets >= 0], minlength=len(outputs))
+    present = int((counts > 0).sum())
+    unmatched = [source.labels[c] for c in np.flatnonzero((outputs < 0) & (counts > 0))]
+    if not unmatched:
         return
-    shown = ", ".join(unknown[:MAX_LISTED]) + (", ..." if len(unknown) > MAX_LISTED else "")
-    whose = "none" if len(unknown) == there else f"{there - len(unknown):,}"
+    listed = ", ".join(unmatched[:MAX_LISTED]) + (", ..." if len(unmatched) > MAX_LISTED else "")
+    matched = "none" if len(unmatched) == present else f"{present - len(unmatched):,}"
     others = "" if labels is None else f", such as {', '.join(labels[:MAX_LISTED])}"
     raise DataError(
-        f"the model knows {whose} of the {there:,} classes of {source.name} (not {shown}): it has {outputs:,} "
-        f"of its own{others}. Measure it on those, name its outputs with --labels FILE, or teach it these with "
-        "vitrail finetune."
+        f"the model has {matched} of the {present:,} classes of {source.name} (not {listed}); it has {num_outputs:,} "
+        f"outputs{others}. Use data with those classes, name the outputs with --labels FILE, or train the model on "
+        "these classes with vitrail finetune."
     )
 
 
-def _display_names(labels: Sequence[str] | None, places: Ints, data: Sequence[str], own: Synsets) -> tuple[str, ...]:
-    """What people read: the model's own names, else those of its outputs' WordNet numbers, else the data's."""
+def _display_names(labels: Sequence[str] | None, outputs: Ints, data: Sequence[str], own: Synsets) -> tuple[str, ...]:
+    """Names for display: the model's own, else those of the outputs' WordNet IDs, else the data's."""
     if labels is not None and synsets_in_labels(labels) is None:
         return tuple(labels)
     known = imagenet_1k()
@@ -187,19 +187,19 @@ def _display_names(labels: Sequence[str] | None, places: Ints, data: Sequence[st
         named = dict(zip(sorted(own), known, strict=True))  # ImageNet-1k's order
         return tuple(named[number] for number in own)
     names = list(labels) if labels is not None else [f"class {k}" for k in range(len(own))]
-    for label, k in zip(data, places.tolist(), strict=True):
+    for label, k in zip(data, outputs.tolist(), strict=True):
         if k >= 0:
             names[k] = label
     return tuple(names)
 
 
-def _missing_synsets_error(source: Source, outputs: int, numbers: Synsets | None) -> str:
+def _missing_synsets_error(source: Source, num_outputs: int, numbers: Synsets | None) -> str:
     if numbers is None:
         return (
-            f"the classes of {source.name} have no WordNet numbers, which the ImageNet protocol goes by; wanted "
-            "folders such as n01440764, or a synsets.json beside the data."
+            f"the classes of {source.name} have no WordNet IDs, which the ImageNet protocol needs; wanted "
+            "folders such as n01440764, or a synsets.json next to the data."
         )
     return (
-        f"which ImageNet class each of the model's {outputs:,} outputs is, nobody knows; `pip install timm`, which has "
-        "the lists, or name them with --labels FILE, one WordNet number on each line."
+        f"the ImageNet classes of the model's {num_outputs:,} outputs are unknown; install timm (`pip install timm`), "
+        "which has the lists, or name the outputs with --labels FILE, one WordNet ID per line."
     )

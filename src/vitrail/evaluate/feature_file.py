@@ -1,9 +1,8 @@
-"""Features in a Parquet file, written so that a killed run goes on where it stopped.
+"""Parquet files of features, written in parts so that a killed run can continue where it stopped.
 
-Parquet cannot be added to. So each thousand images or so become a file of their own in a folder
-beside the result, complete or not there at all; when the last one is, they are joined, one after
-the other, and the folder goes. settings.json in it says what they were made with: parts of two
-kinds are never joined.
+A Parquet file cannot be appended to. So each part of about a thousand images is written atomically to a file of its own
+in a folder next to the result. When all parts exist, they are joined in order and the folder is deleted. The folder's
+settings.json records how the parts were made; parts with different settings are never joined.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from vitrail.config import format_version
 from vitrail.data.sources.base import Source
 from vitrail.data.sources.holdout import hold_out
 from vitrail.data.sources.source_factory import DEFAULT_HELD_OUT
@@ -34,88 +34,92 @@ from vitrail.runtime.locks import try_lock
 from vitrail.weights.writers import explain_write_errors, fsync, write_json
 
 METADATA_KEY = b"vitrail"
-"""Of the file's own metadata: a JSON object."""
+"""Key of the Parquet file's metadata; its value is a JSON object."""
 MUST_MATCH = ("model", "weights", "features")
-"""What two files must share for their features to be compared."""
+"""Settings that must be equal in two files whose features are compared."""
 
 
 @dataclass(frozen=True)
 class FeatureFile:
-    """A file of features that is being written."""
+    """A feature file that is being written."""
 
     path: Path
     settings: Mapping[str, Any]
-    """What it is made with: plain values, the same for every part."""
+    """How the features are made, as plain JSON values; the same for all parts."""
 
     @property
     def parts_folder(self) -> Path:
         return self.path.with_name(f"{self.path.name}.parts")
 
     def begin(self, overwrite: bool = False) -> bool:
-        """Make the folder of parts, or go on with it; False where the file is complete already."""
+        """Create the folder of parts, or continue with it. Returns False if the file is already complete."""
         if self.path.is_dir():
             raise ConfigError(f"{self.path} is a folder; give the name of a file in it.")
         if self.path.exists() and not overwrite:
-            self._check(read_metadata(self.path), self.path)
+            self._check_same_settings(read_metadata(self.path), self.path)
             shutil.rmtree(self.parts_folder, ignore_errors=True)  # killed after joining
             return False
         if self.parts_folder.exists():
-            self._check(self._begun(), self.parts_folder)
+            self._check_same_settings(self._stored_settings(), self.parts_folder)
             return True
         with explain_write_errors(self.path):
-            fresh = self.parts_folder.with_name(f".{self.parts_folder.name}.{os.getpid()}")
-            fresh.mkdir(parents=True)
-            write_json(fresh / "settings.json", dict(self.settings))
+            new = self.parts_folder.with_name(f".{self.parts_folder.name}.{os.getpid()}")
+            new.mkdir(parents=True)
+            write_json(new / "settings.json", self._versioned_settings())
             try:
-                fresh.rename(self.parts_folder)  # never there without its settings
+                new.rename(self.parts_folder)  # the folder never exists without its settings
             except OSError:
-                shutil.rmtree(fresh, ignore_errors=True)
+                shutil.rmtree(new, ignore_errors=True)
                 if not self.parts_folder.exists():
                     raise
-                self._check(self._begun(), self.parts_folder)  # another process was quicker
+                self._check_same_settings(self._stored_settings(), self.parts_folder)  # another process was faster
         return True
 
-    def _begun(self) -> dict[str, Any]:
-        """What the parts that are there are made with."""
-        return dict(json.loads((self.parts_folder / "settings.json").read_text()))
+    def _stored_settings(self) -> dict[str, Any]:
+        """The settings of the existing parts."""
+        return format_version.current("features", json.loads((self.parts_folder / "settings.json").read_text()))
+
+    def _versioned_settings(self) -> dict[str, Any]:
+        return {format_version.KEYS["features"]: format_version.VERSION, **self.settings}
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """The parts for this process alone: two would do everything twice, and one take the other's away."""
-        taken = f"another process is writing {self.path}; wait for its end, or choose another --out."
+        """Lock the parts for this process: two writers would do all the work twice and delete each other's files."""
+        locked = f"another process is writing {self.path}; wait for it to finish, or choose another --out."
         with explain_write_errors(self.path):
             try:
                 file = (self.parts_folder / ".lock").open("a")
-            except FileNotFoundError:  # it has just joined them
-                raise ConfigError(taken) from None
+            except FileNotFoundError:  # the other process has just joined the parts
+                raise ConfigError(locked) from None
         with file:
             if not try_lock(file.fileno()) or not self.parts_folder.exists():
-                raise ConfigError(taken)
+                raise ConfigError(locked)
             yield
 
-    def _check(self, there: Mapping[str, Any], where: Path) -> None:
+    def _check_same_settings(self, stored: Mapping[str, Any], where: Path) -> None:
         for name, value in self.settings.items():
-            if there.get(name) != value:
+            if stored.get(name) != value:
                 raise ConfigError(
-                    f"{where} was made with {name}={_truncated(there.get(name))}, not {_truncated(value)}; "
-                    "choose another --out, or remove it to start anew."
+                    f"{where} was made with {name}={_truncated(stored.get(name))}, not {_truncated(value)}; "
+                    "choose another --out, or delete it to start over."
                 )
 
     def part_path(self, number: int) -> Path:
         return self.parts_folder / f"{number:05d}.parquet"
 
-    def write_part(self, number: int, table: pa.Table, bad: Mapping[str, str]) -> None:
+    def write_part(self, number: int, table: pa.Table, unreadable: Mapping[str, str]) -> None:
         with _atomic_file(self.part_path(number), self.parts_folder) as temporary:
-            schema = table.schema.with_metadata({METADATA_KEY: json.dumps({"unreadable": dict(bad)})})
+            schema = table.schema.with_metadata({METADATA_KEY: json.dumps({"unreadable": dict(unreadable)})})
             pq.write_table(table.cast(schema), temporary, **PARQUET_OPTIONS)
 
     def join(self, count: int) -> dict[str, str]:
-        """All parts in one file, in order; which images could not be read, and why."""
-        bad: dict[str, str] = {}
-        for n in range(count):  # one open at a time: there may be more of them than files may be open
+        """Join all parts into one file, in order. Returns the unreadable images and why."""
+        unreadable: dict[str, str] = {}
+        for n in range(count):  # one at a time: there may be more parts than files may be open
             schema = pq.read_schema(self.part_path(n))
-            bad |= json.loads(schema.metadata[METADATA_KEY])["unreadable"]
-        schema = schema.with_metadata({METADATA_KEY: json.dumps(dict(self.settings) | {"unreadable": bad})})
+            unreadable |= json.loads(schema.metadata[METADATA_KEY])["unreadable"]
+        metadata = self._versioned_settings() | {"unreadable": unreadable}
+        schema = schema.with_metadata({METADATA_KEY: json.dumps(metadata)})
         with (
             _atomic_file(self.path, self.parts_folder) as temporary,
             pq.ParquetWriter(temporary, schema, **PARQUET_OPTIONS) as writer,
@@ -125,14 +129,14 @@ class FeatureFile:
                     for group in range(file.num_row_groups):
                         writer.write_table(file.read_row_group(group).replace_schema_metadata(schema.metadata))
         shutil.rmtree(self.parts_folder)
-        return bad
+        return unreadable
 
 
 PARQUET_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["split", "label"]}
 
 
 def feature_table(source: Source, split: str, indices: Tensor, values: Tensor, dtype: str) -> pa.Table:
-    """One row for each image: key, split, label, target, embedding."""
+    """One row per image: key, split, label, target, embedding."""
     numbers = indices.tolist()
     kind = pa.float16() if dtype == "float16" else pa.float32()
     flat = values.numpy().astype(np.float16 if dtype == "float16" else np.float32).reshape(-1)
@@ -148,7 +152,7 @@ def feature_table(source: Source, split: str, indices: Tensor, values: Tensor, d
 
 
 def _label_columns(source: Source, numbers: Sequence[int]) -> tuple[pa.Array, pa.Array]:
-    """Names and numbers of the classes, null where an image has none; lists where it may have several."""
+    """Class names and class indices: null for an unlabeled image, lists for multi-label data."""
     chosen = source.targets[list(numbers)]
     if source.multi_label:
         lists = [np.flatnonzero(row).tolist() for row in chosen]
@@ -160,7 +164,7 @@ def _label_columns(source: Source, numbers: Sequence[int]) -> tuple[pa.Array, pa
 
 @contextmanager
 def _atomic_file(path: Path, folder: Path) -> Iterator[Path]:
-    """A file in the folder of parts to write, which becomes `path` when it is complete and on the disk."""
+    """Yield a temporary path in `folder`; the file is synced and renamed to `path` when the block succeeds."""
     temporary = folder / f".{path.name}.{os.getpid()}.tmp"
     with explain_write_errors(path):
         try:
@@ -174,35 +178,35 @@ def _atomic_file(path: Path, folder: Path) -> Iterator[Path]:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """What a file of features was made with."""
+    """The settings a feature file was made with, and its unreadable images."""
     if not path.exists():
-        raise NotFoundError(f"there is no file {path}; make it with vitrail embed.")
+        raise NotFoundError(f"there is no file {path}; create it with vitrail embed.")
     try:
-        said = (pq.read_schema(path).metadata or {}).get(METADATA_KEY)
+        metadata = (pq.read_schema(path).metadata or {}).get(METADATA_KEY)
     except (OSError, pa.ArrowInvalid):
-        said = None
-    if said is None:
-        raise DataError(f"{path} is no file of features; make one with vitrail embed.")
-    return dict(json.loads(said))
+        metadata = None
+    if metadata is None:
+        raise DataError(f"{path} is not a feature file; create one with vitrail embed.")
+    return format_version.current("features", json.loads(metadata))
 
 
 def read_features(paths: Sequence[Path]) -> tuple[Features, Features]:
-    """What to learn from and what to measure on: the splits of one file, or two files in this order.
+    """Features for training and for testing: the splits of one file, or two files in this order.
 
-    Of a file that has nothing but a train split, a tenth is held out.
+    If a single file has only a train split, a tenth of it is held out for testing.
     """
     if not 1 <= len(paths) <= 2:
-        raise ConfigError(f"got {len(paths)} files of features; wanted one with its splits, or two.")
-    said = [read_metadata(path) for path in paths]
+        raise ConfigError(f"got {len(paths)} feature files; wanted one with train and test splits, or two.")
+    metadata = [read_metadata(path) for path in paths]
     for name in MUST_MATCH:
-        if said[0].get(name) != said[-1].get(name):
+        if metadata[0].get(name) != metadata[-1].get(name):
             raise DataError(
-                f"{paths[-1]} has features of another {name} than {paths[0]} ({_truncated(said[-1].get(name))}, not "
-                f"{_truncated(said[0].get(name))}); embed both alike."
+                f"{paths[-1]} has another value of {name} than {paths[0]} ({_truncated(metadata[-1].get(name))}, not "
+                f"{_truncated(metadata[0].get(name))}); embed both with the same settings."
             )
-    names = tuple(said[0].get("labels") or ())
-    if said[0].get("labels") != said[-1].get("labels"):
-        raise DataError(f"{paths[-1]} has other classes than {paths[0]}; embed the parts of one data set.")
+    names = tuple(metadata[0].get("labels") or ())
+    if metadata[0].get("labels") != metadata[-1].get("labels"):
+        raise DataError(f"{paths[-1]} has other classes than {paths[0]}; embed two splits of the same data.")
     tables = [pq.read_table(path, columns=["key", "split", "target", "embedding"]) for path in paths]
     if len(tables) == 2:
         return _features(tables[0], names, paths[0].name), _features(tables[1], names, paths[1].name)
@@ -212,8 +216,8 @@ def read_features(paths: Sequence[Path]) -> tuple[Features, Features]:
     measured = next((s for s in ("test", "validation") if s in splits), None)
     if measured is None or "train" not in splits:
         raise DataError(
-            f"{paths[0]} has {'only ' * bool(splits)}{', '.join(splits) or 'no'} images, and nothing to learn from; "
-            f"pass --features twice, a file of training images first: --features train.parquet --features {name}."
+            f"{paths[0]} has {'only ' * bool(splits)}{', '.join(splits) or 'no'} images, and nothing to train on; "
+            f"pass --features twice, the training images first: --features train.parquet --features {name}."
         )
     column = tables[0]["split"].to_numpy(zero_copy_only=False)
     parts = [tables[0].filter(pa.array(column == split)) for split in ("train", measured)]
@@ -221,25 +225,25 @@ def read_features(paths: Sequence[Path]) -> tuple[Features, Features]:
 
 
 def _hold_out(table: pa.Table, labels: tuple[str, ...], name: str) -> tuple[Features, Features]:
-    """Training images in two, by a hash of their names, as data without a test part is."""
+    """Split training images by a hash of their keys, as data without a test split is."""
     _check_single(table, name)
     table = table.filter(table["target"].is_valid())
     targets = table["target"].to_numpy().astype(np.int64)
     mask, notes = hold_out(table["key"].to_pylist(), targets, DEFAULT_HELD_OUT, labels)
     if not mask.any():
         raise DataError(
-            f"{name} has no test images, and nothing can be held out: {'; '.join(notes) or 'too few images'}; "
-            "pass --features twice, a file of test images second."
+            f"{name} has no test images, and none can be held out: {'; '.join(notes) or 'too few images'}; "
+            "pass --features twice, the test images second."
         )
-    said = f"there are no test images: {int(mask.sum()):,} of {len(mask):,} are held out to measure on, by a hash of "
-    warn_once([f"{said}their names", *notes], about=name)
-    parts = [table.filter(pa.array(which)) for which in (~mask, mask)]
-    return _features(parts[0], labels, f"{name}, but those held out"), _features(parts[1], labels, f"{name}, held out")
+    held_out = f"there are no test images: {int(mask.sum()):,} of {len(mask):,} are held out for testing, by a hash of "
+    warn_once([f"{held_out}their names", *notes], about=name)
+    parts = [table.filter(pa.array(rows)) for rows in (~mask, mask)]
+    return _features(parts[0], labels, f"{name} without held-out"), _features(parts[1], labels, f"{name}, held out")
 
 
 def _check_single(table: pa.Table, name: str) -> None:
     if not pa.types.is_integer(table["target"].type):
-        raise DataError(f"{name} has several labels to an image; features are probed with one each.")
+        raise DataError(f"{name} is multi-label; probing needs one label per image.")
 
 
 def _features(table: pa.Table, labels: tuple[str, ...], name: str) -> Features:

@@ -1,4 +1,4 @@
-"""What a network makes of images: features of any layer, pooled in one of a few ways, batch after batch."""
+"""Feature extraction: one vector per image, from any layers of a network, with a choice of poolings."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from vitrail.models import Net, ViT
 from vitrail.models.base import eval_mode
 from vitrail.runtime import autocast
 
-# b images of a batch, N of all, T tokens, D features
+# b images in a batch, N images in all, T tokens, D features
 
 POOLS = ("pooled", "token", "mean", "token+mean")
 ROWS_PER_CHECK = 65536
-"""Features that are looked at together."""
+"""Rows that are checked for NaN and infinity at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
-    """Where in a network features are taken, and how its tokens become one vector."""
+    """Which features to take: layers, pooling of their tokens, and whether to apply the final norm."""
 
     layers: tuple[int, ...] = ()
-    """Numbers of blocks (of stages, in a BiT), whose vectors follow one another: 1 is what leaves the
-    first one, 0 what enters it, -1 what leaves the last. None: what the head sees, or the last one."""
+    """Block indices (stage indices for a BiT) whose vectors are concatenated: 0 is the input of the first block, 1 its
+    output, -1 the output of the last block. Empty: the input of the head, or with another `pool` the last block."""
     pool: str = "pooled"
-    """pooled: what the head sees; token: the class token; mean: of the patches; token+mean: both."""
+    """pooled: the input of the head; token: the class token; mean: the mean patch token; token+mean: both."""
     norm: bool = True
-    """Whether the network's final norm is applied, to each of the layers, as in DINO's protocol."""
+    """Whether to apply the network's final norm to each layer, as in DINO's protocol."""
 
     def __post_init__(self) -> None:
         if self.pool not in POOLS:
@@ -45,15 +45,15 @@ class FeatureSpec:
 
     def __str__(self) -> str:
         if not self.layers:
-            return "what the head sees" if self.pool == "pooled" else f"the last layer's {self.pool}"
-        plain = "" if self.norm else ", without the final norm"
-        return f"layer {'+'.join(map(str, self.layers))}, {self.pool}{plain}"
+            return "head input" if self.pool == "pooled" else f"last layer, {self.pool}"
+        suffix = "" if self.norm else ", without the final norm"
+        return f"layer {'+'.join(map(str, self.layers))}, {self.pool}{suffix}"
 
 
 def resolve_features(spec: FeatureSpec, net: Net) -> FeatureSpec:
-    """The same spec with its pooling chosen, where a layer's number leaves it open; refused where it cannot be.
+    """Check `spec` against a network, replace negative layer indices, and choose the default pooling of layers.
 
-    Numbers below 0 count from the end: -1 is the last.
+    Layers without an explicit pooling use the class token if there is one, else the mean.
     """
     depth = net.config.depth if isinstance(net, ViT) else len(net.config.layers)
     spec = replace(spec, layers=tuple(depth + 1 + n if -depth <= n < 0 else n for n in spec.layers))
@@ -65,7 +65,7 @@ def resolve_features(spec: FeatureSpec, net: Net) -> FeatureSpec:
             )
     if not isinstance(net, ViT):
         if spec.pool not in ("pooled", "mean"):
-            raise ModelError(f"BiT has no tokens, so none to pool as {spec.pool!r}; wanted pooled or mean.")
+            raise ModelError(f"a BiT has no tokens to pool with {spec.pool!r}; wanted pooled or mean.")
         return spec
     if spec.pool.startswith("token") and not net.config.class_token:
         raise ModelError(f"this network has no class token for {spec.pool!r}; wanted pooled or mean.")
@@ -75,7 +75,7 @@ def resolve_features(spec: FeatureSpec, net: Net) -> FeatureSpec:
 
 
 def extract(net: Net, images: Tensor, spec: FeatureSpec) -> Tensor:
-    """Normalized images, b C H W -> features, b D; `spec` has been settled."""
+    """Normalized images, b C H W -> features, b D; `spec` must have been resolved by `resolve_features`."""
     if spec.pool == "pooled" and not spec.layers:
         pooled = net.features(images, outputs="pooled").pooled
         assert pooled is not None
@@ -85,12 +85,12 @@ def extract(net: Net, images: Tensor, spec: FeatureSpec) -> Tensor:
         assert maps is not None
         return torch.cat([maps[layer - 1].mean((2, 3)) for layer in spec.layers or (len(maps),)], dim=1)
     layers = spec.layers or (net.config.depth,)
-    found = {layer: _pool_tokens(net, tokens, spec) for layer, tokens in _layer_tokens(net, images, layers)}
-    return torch.cat([found[layer] for layer in layers], dim=1)
+    vectors = {layer: _pool_tokens(net, tokens, spec) for layer, tokens in _layer_tokens(net, images, layers)}
+    return torch.cat([vectors[layer] for layer in layers], dim=1)
 
 
 def _layer_tokens(net: ViT, images: Tensor, layers: Collection[int]) -> Iterator[tuple[int, Tensor]]:
-    """The layers that are wanted with their tokens, b T D; no others are kept, and none after the last computed."""
+    """(layer, tokens b T D) for each requested layer. Blocks after the last requested layer are not computed."""
     x, grid = net.embed(images)
     if 0 in layers:
         yield 0, x
@@ -103,7 +103,7 @@ def _layer_tokens(net: ViT, images: Tensor, layers: Collection[int]) -> Iterator
 
 
 def _pool_tokens(net: ViT, tokens: Tensor, spec: FeatureSpec) -> Tensor:
-    """b T D -> b D, or b 2D; the norm comes before or after pooling, as the network has it."""
+    """b T D -> b D, or b 2D for token+mean. The norm comes before or after pooling, according to the config."""
     norm: nn.Module = net.norm if spec.norm else nn.Identity()
     first, then = (nn.Identity(), norm) if net.config.pool_norm == "after" else (norm, nn.Identity())
     tokens = first(tokens)
@@ -118,7 +118,7 @@ def _pool_tokens(net: ViT, tokens: Tensor, spec: FeatureSpec) -> Tensor:
 def image_batches(
     source: Source, preprocess: Preprocess, *, batch_size: int, device: torch.device, workers: int | None = None
 ) -> Loader:
-    """Every image once, decoded as it is needed and kept by nobody; the unreadable have weight 0."""
+    """A loader over every image once, which decodes on demand and caches nothing; unreadable images have weight 0."""
     if not len(source):
         raise DataError(f"{source.name} has no images.")
     config = DataConfig(resident=False, skip_bad=True, workers=workers)
@@ -130,28 +130,28 @@ def image_batches(
 def extract_batches(
     net: Net, batches: Iterable[Batch], *, preprocess: Preprocess, spec: FeatureSpec, precision: str = "float32"
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each batch the numbers of its readable images, and their features, float32 on the CPU."""
+    """Yield, for each batch, the indices of its readable images and their features (float32, on the CPU)."""
     spec = resolve_features(spec, net)
     dtype = next(p.dtype for p in net.parameters())
     for batch in batches:
         with eval_mode(net), torch.no_grad(), autocast(precision, batch.images.device):
             found = extract(net, preprocess.normalize(batch.images).to(dtype), spec)
-        kept = (batch.weights > 0).cpu()
-        yield batch.indices[kept], found.float().cpu()[kept]
+        readable = (batch.weights > 0).cpu()
+        yield batch.indices[readable], found.float().cpu()[readable]
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of some images with their classes."""
+    """Features of labeled images."""
 
     values: Tensor
     """N D, float32, on the CPU."""
     targets: Tensor
-    """N class numbers."""
+    """N class indices."""
     labels: tuple[str, ...]
-    """Names of the classes."""
+    """Class names."""
     name: str = "features"
-    """What people call the images."""
+    """Name of the data, for messages."""
 
     def __post_init__(self) -> None:
         finite = [part.isfinite().all(1) for part in self.values.split(ROWS_PER_CHECK)] or [
@@ -161,7 +161,7 @@ class Features:
         if bad:
             raise DataError(
                 f"{bad:,} of the {len(self.values):,} images of {self.name} have features that are NaN or infinite, "
-                "which no classifier can use; look for broken weights."
+                "so no classifier can be fitted; check the weights."
             )
 
     def __len__(self) -> int:
@@ -182,28 +182,28 @@ def extract_features(
     workers: int | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> tuple[Features, dict[str, str]]:
-    """The features of all labeled images of a source, and which of them could not be read, and why."""
+    """Extract the features of all labeled images of a source; also returns the unreadable images and why."""
     if source.multi_label:
-        raise DataError(f"{source.name} has several labels to an image; features are probed with one each.")
+        raise DataError(f"{source.name} is multi-label; probing needs one label per image.")
     targets = torch.from_numpy(np.asarray(source.targets, dtype=np.int64))
     values, numbers = [], []
     with image_batches(source, preprocess, batch_size=batch_size, device=device, workers=workers) as batches:
         for indices, found in extract_batches(net, batches, preprocess=preprocess, spec=spec):
-            known = targets[indices] >= 0
-            values.append(found[known])
-            numbers.append(indices[known])
+            labeled = targets[indices] >= 0
+            values.append(found[labeled])
+            numbers.append(indices[labeled])
             if advance is not None:
                 advance(min(batch_size, len(source) - batch_size * (len(values) - 1)))
         bad = batches.bad
     index = torch.cat(numbers)
     if not len(index):
-        raise DataError(f"none of the {len(source):,} images of {source.name} can be read and has a label.")
+        raise DataError(f"none of the {len(source):,} images of {source.name} is readable and labeled.")
     return Features(torch.cat(values), targets[index], source.labels, source.name), bad
 
 
 def weights_checksum(net: nn.Module) -> str:
-    """Eight letters that differ for other weights."""
-    sum_ = 0
+    """CRC-32 of a network's state dict, as eight hexadecimal digits."""
+    checksum = 0
     for tensor in net.state_dict().values():
-        sum_ = zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data, sum_)
-    return f"{sum_:08x}"
+        checksum = zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data, checksum)
+    return f"{checksum:08x}"

@@ -1,9 +1,8 @@
-"""The paper's few-shot measure: a regularized least-squares fit from frozen features to the classes, in closed form.
+"""The paper's few-shot measure: closed-form ridge regression from frozen features to the classes.
 
-As big_vision has it: each feature is shifted and scaled to mean 0 and std 1 over the shots, a
-constant feature of 100 stands for the bias, a class is +1 where it is right and -1 elsewhere, and
-the ridge is 2**10. The symmetric matrix of the smaller side is decomposed once; any ridge is then a
-product away.
+As in big_vision: features are standardized with the mean and standard deviation of the shots, a constant feature of 100
+is the bias, the targets are +1 for the correct class and -1 for the others, and the ridge is 2**10. The smaller of the
+two Gram matrices is decomposed once; each ridge then costs one matrix product.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from torch import Tensor
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluate.features import Features
 
-# N shots of D features, M = D and the bias, K classes
+# N shots, D features, M = D + 1 with the bias, K classes, E eigenvalues, Q test images
 
 SHOTS = (1, 5, 10, 25)
 BIAS_FEATURE = 100.0
 RIDGE = 2.0**10
 MIN_STD = 1e-5
-"""Added to each std, so that a feature which is always the same does no harm."""
+"""Added to each standard deviation, so that constant features do not cause a division by zero."""
 
 
 @dataclass(frozen=True)
 class RidgeClassifier:
-    """A linear classifier, with the scaling its features need."""
+    """A linear classifier on standardized features."""
 
     weights: Tensor
     """M K."""
@@ -42,7 +41,7 @@ class RidgeClassifier:
 
 @dataclass(frozen=True)
 class RidgeSolver:
-    """Shots whose matrix has been decomposed."""
+    """Eigendecomposition of the shots' Gram matrix; solves for any ridge."""
 
     eigenvalues: Tensor
     left: Tensor
@@ -58,7 +57,7 @@ class RidgeSolver:
 
 
 def decompose(values: Tensor, targets: Tensor, num_classes: int) -> RidgeSolver:
-    """N D features and their classes, in float64 (float32 on Apple's GPUs, which have no other)."""
+    """N D features and N class indices, computed in float64 (float32 on MPS, which has no float64)."""
     x = values.to(torch.float32 if values.device.type == "mps" else torch.float64)
     mean, std = x.mean(0), x.std(0, correction=0) + MIN_STD
     x = _standardize(x, mean, std)  # N M
@@ -76,9 +75,9 @@ def _standardize(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def pick_shots(targets: Tensor, shots: int, num_classes: int, seed: int) -> Tensor:
-    """So many images of each class; which, its members, the seed and the class alone decide.
+    """Indices of `shots` images of each class, which depend only on the seed, the class and its images.
 
-    The shots of a smaller number are among those of a larger one.
+    A smaller number of shots gives a subset of a larger one.
     """
     picked = []
     for label in range(num_classes):
@@ -89,30 +88,30 @@ def pick_shots(targets: Tensor, shots: int, num_classes: int, seed: int) -> Tens
 
 
 def check_shots(train: Features, shots: int) -> None:
-    """Enough of every class, and two of them at least."""
+    """Raise an error unless every class has enough images and there are at least two classes."""
     if shots < 1:
-        raise ConfigError(f"shots={shots}: wanted 1 image of each class or more.")
+        raise ConfigError(f"shots={shots}: wanted at least 1 image per class.")
     counts = torch.bincount(train.targets, minlength=len(train.labels))
     check_classes(train)
-    if (least := int(counts.min())) < shots:
+    if (fewest := int(counts.min())) < shots:
         label = train.labels[int(counts.argmin())]
-        many = "image" if least == 1 else "images"
+        images = "image" if fewest == 1 else "images"
         raise DataError(
-            f"{shots} shots want {shots} of each class, and {label!r} has {least or 'no'} {many} ({train.name}); "
-            f"try --shots {least or 1}{'' if least else ' and remove the class'}, or add images."
+            f"{shots} shots need {shots} images of each class, and {label!r} has {fewest or 'no'} {images} "
+            f"({train.name}); try --shots {fewest or 1}{'' if fewest else ' and remove the class'}, or add images."
         )
 
 
 def check_classes(train: Features) -> None:
-    """A measure of classes needs two."""
-    there = train.targets.unique()
-    if len(there) < 2:
-        which = train.labels[int(there[0])] if len(there) else "no class"
-        raise DataError(f"all {len(train):,} images are {which!r} ({train.name}); wanted two classes or more.")
+    """Raise an error unless there are at least two classes."""
+    present = train.targets.unique()
+    if len(present) < 2:
+        label = train.labels[int(present[0])] if len(present) else "no class"
+        raise DataError(f"all {len(train):,} images are {label!r} ({train.name}); wanted at least two classes.")
 
 
 def predict_few_shot(train: Features, test: Features, shots: int, seed: int, *, device: torch.device) -> Tensor:
-    """Q: the class said of each test image, learned from so many images of each class."""
+    """Q: the predicted class of each test image, by a classifier fitted to `shots` images per class."""
     check_shots(train, shots)
     chosen = train.subset(pick_shots(train.targets, shots, len(train.labels), seed))
     fit = decompose(chosen.values.to(device), chosen.targets, len(train.labels)).solve()

@@ -1,4 +1,4 @@
-"""How well corrupted patches are guessed on images that are not learned from."""
+"""Loss and accuracy of masked patch prediction on held-out images."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from vitrail.runtime import autocast
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedPredictionScores:
-    """What is measured where there are no classes."""
+    """Scores of masked patch prediction."""
 
     loss: float
-    """Mean over the images, as in training."""
+    """Mean over images, as in training."""
     accuracy: float | None
-    """Share of the colors guessed right; None where pixels are guessed."""
+    """Fraction of patches whose mean color is predicted correctly; None for pixel targets."""
     count: int
-    """Images measured."""
+    """Number of images."""
 
     def to_dict(self) -> dict[str, float]:
-        """What is logged."""
+        """The values that are logged."""
         accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
         return {"loss": self.loss, **accuracy, "count": self.count}
 
@@ -43,9 +43,10 @@ def measure_masked_prediction(
     precision: str = "float32",
     reduce: Collective | None = None,
 ) -> MaskedPredictionScores:
-    """Every image once, in evaluation mode; which of its patches are corrupted, its number alone decides.
+    """Evaluate a masked-patch learner on every image once.
 
-    So one measurement can be held against the next. `reduce` sums a tensor over processes.
+    The corrupted patches depend only on the image's index, so measurements are comparable. `reduce` sums a tensor over
+    processes.
     """
     parts: list[Tensor] = []
     names: list[str] = []
@@ -58,9 +59,9 @@ def measure_masked_prediction(
                 found = learner(images, batch.targets, batch.weights, rng.seeds_to_tensor(keys, images.device))
             names = list(found)
             parts.append(torch.stack([batch.weights.sum().to(found["loss"]), *found.values()]))
-    sums = torch.stack(parts).cpu().double().sum(0)  # only now, so that a GPU is never waited for
+    sums = torch.stack(parts).cpu().double().sum(0)  # the only synchronization with a GPU
     count, *totals = (sums if reduce is None else reduce(sums)).tolist()
     if count == 0:
-        raise DataError("there is no image to measure on that can be read.")
+        raise DataError("there is no readable image to measure on.")
     means = {name: total / count for name, total in zip(names, totals, strict=True)}
     return MaskedPredictionScores(loss=means["loss"], accuracy=means.get("correct"), count=int(count))

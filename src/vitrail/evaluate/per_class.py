@@ -1,4 +1,4 @@
-"""Each class by itself: how much of it is found, how often its name is right, and what it is mistaken for."""
+"""Per-class metrics: precision, recall, F1, and which classes are confused."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ from vitrail.evaluate.scores import Floats, Ints, SampleResults, wilson_interval
 
 @dataclass(frozen=True, kw_only=True)
 class PerClass:
-    """Numbers of every class of the model, whether it occurs or not: K each."""
+    """Counts and metrics of every output of the model, K each, including classes without images."""
 
     support: Ints
-    """Images that are of the class."""
+    """Number of images of the class."""
     predicted: Ints
-    """Images that are said to be."""
+    """Number of images predicted to be of the class."""
     correct: Ints
-    """Images that are both."""
+    """Number of images that are both."""
     loss: Floats
-    """Mean loss of its images; NaN without any."""
+    """Mean loss of the class's images; NaN without any."""
     average_precision: Floats | None = None
-    """For several labels; NaN for a class nobody has."""
+    """For multi-label data; NaN for a class that does not occur."""
 
     @property
     def recall(self) -> Floats:
-        """Share of its images that are found; NaN without any."""
+        """Fraction of the class's images that are predicted correctly; NaN without any."""
         return _ratio(self.correct, self.support)
 
     @property
     def precision(self) -> Floats:
-        """Share of what is said to be it that is; NaN where it is never said."""
+        """Fraction of predictions of the class that are correct; NaN if it is never predicted."""
         return _ratio(self.correct, self.predicted)
 
     @property
     def f1(self) -> Floats:
-        """Harmonic mean of the two."""
+        """Harmonic mean of precision and recall."""
         return _ratio(2 * self.correct, self.support + self.predicted)
 
     @property
     def present(self) -> Ints:
-        """Classes that have images."""
+        """Classes with at least one image."""
         return np.flatnonzero(self.support)
 
     @property
     def macro_recall(self) -> float:
-        """Mean over the classes that have images, each weighing the same: the balanced accuracy."""
+        """Unweighted mean recall over the classes with images: the balanced accuracy."""
         return float(self.recall[self.present].mean())
 
-    def worst(self, most: int) -> list[int]:
-        """The classes of lowest recall (of several labels: average precision); of equals, the highest loss first."""
+    def worst(self, limit: int) -> list[int]:
+        """Classes with the lowest recall (average precision for multi-label data); ties go to the highest loss."""
         value = self.recall if self.average_precision is None else self.average_precision
-        there = self.present
-        order = np.lexsort((there, -self.loss[there], value[there]))
-        return [int(k) for k in there[order][:most]]
+        present = self.present
+        order = np.lexsort((present, -self.loss[present], value[present]))
+        return [int(k) for k in present[order][:limit]]
 
     def to_row(self, k: int, name: str) -> dict[str, Any]:
-        """One class for a table; None where a number has no meaning."""
+        """One class as a table row; None for undefined values."""
         low, high = wilson_interval(self.correct[k], self.support[k])
         values = {"recall": self.recall[k], "low": low, "high": high, "precision": self.precision[k], "f1": self.f1[k]}
         if self.average_precision is not None:
@@ -73,7 +73,7 @@ class PerClass:
 
 
 def measure_per_class(samples: SampleResults, num_classes: int, average_precisions: Floats | None = None) -> PerClass:
-    """From what was said of each image. Of several labels, what has a probability of one half or more is said."""
+    """From per-image results. In multi-label data a class is predicted if its probability is at least 0.5."""
     assert samples.loss is not None
     if samples.scores is not None:
         predicted = samples.scores >= 0.5
@@ -94,34 +94,35 @@ def measure_per_class(samples: SampleResults, num_classes: int, average_precisio
     )
 
 
-def confused_pairs(samples: SampleResults, most: int) -> list[tuple[int, int, int]]:
-    """(true class, said class, how often), the commonest first; only of images with one label."""
+def confused_pairs(samples: SampleResults, limit: int) -> list[tuple[int, int, int]]:
+    """(true class, predicted class, count), most frequent first; empty for multi-label data."""
     if samples.truth.ndim != 1:
         return []
     wrong = ~samples.correct
-    found, counts = np.unique(np.stack([samples.truth, samples.prediction], 1)[wrong], axis=0, return_counts=True)
-    order = np.argsort(-counts, kind="stable")[:most]
-    return [(int(found[i, 0]), int(found[i, 1]), int(counts[i])) for i in order]
+    pairs, counts = np.unique(np.stack([samples.truth, samples.prediction], 1)[wrong], axis=0, return_counts=True)
+    order = np.argsort(-counts, kind="stable")[:limit]
+    return [(int(pairs[i, 0]), int(pairs[i, 1]), int(counts[i])) for i in order]
 
 
-def mistaken_for(samples: SampleResults, k: int, most: int = 3) -> list[tuple[int, int]]:
-    """(class, how often) that images of class k are said to be instead, the commonest first."""
+def mistaken_for(samples: SampleResults, k: int, limit: int = 3) -> list[tuple[int, int]]:
+    """(predicted class, count) of the wrong predictions for images of class k, most frequent first."""
     if samples.truth.ndim != 1:
         return []
-    said = samples.prediction[(samples.truth == k) & ~samples.correct]
-    found, counts = np.unique(said, return_counts=True)
-    order = np.argsort(-counts, kind="stable")[:most]
-    return [(int(found[i]), int(counts[i])) for i in order]
+    wrong = samples.prediction[(samples.truth == k) & ~samples.correct]
+    classes, counts = np.unique(wrong, return_counts=True)
+    order = np.argsort(-counts, kind="stable")[:limit]
+    return [(int(classes[i]), int(counts[i])) for i in order]
 
 
 def partial_confusion(samples: SampleResults, classes: Sequence[int]) -> Ints:
-    """C C + 1: of some classes, said to be (column) one of them; the last column is for all others."""
-    place: npt.NDArray[np.int64] = np.full(int(max([*classes, *samples.prediction, *samples.truth])) + 1, len(classes))
-    place[list(classes)] = np.arange(len(classes))
-    true, said = place[samples.truth], place[samples.prediction]
-    kept = true < len(classes)
+    """C x (C + 1) confusion matrix of C classes; the last column counts predictions of all other classes."""
+    size = int(max([*classes, *samples.prediction, *samples.truth])) + 1
+    row_of: npt.NDArray[np.int64] = np.full(size, len(classes))
+    row_of[list(classes)] = np.arange(len(classes))
+    true, predicted = row_of[samples.truth], row_of[samples.prediction]
+    rows = true < len(classes)
     width = len(classes) + 1
-    return np.bincount(true[kept] * width + said[kept], minlength=len(classes) * width).reshape(len(classes), width)
+    return np.bincount(true[rows] * width + predicted[rows], minlength=len(classes) * width).reshape(-1, width)
 
 
 def _ratio(part: Any, whole: Any) -> Floats:

@@ -1,4 +1,4 @@
-"""What a measurement found: numbers with their intervals, and what was said of each image."""
+"""Scores of a classifier: aggregate metrics and per-image results."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.floating[Any]]
 
 Z95 = 1.959963984540054
-"""Standard deviations that hold 95 % of a normal distribution."""
+"""Two-sided 95 % quantile of the standard normal distribution."""
 
 MAX_CONFUSION_CLASSES = 1000
-"""More classes than this and the confusion matrix, which grows as their square, is not kept."""
+"""Above this number of classes, the confusion matrix is not computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleResults:
-    """What was said of each image, in the order of the source."""
+    """Result for each image, in the order of the source."""
 
     index: Ints
-    """N: the image's number in its source."""
+    """N: index of the image in its source."""
     truth: npt.NDArray[Any]
-    """N class numbers; or N K yes and no, where images have several labels."""
+    """N class indices; for multi-label data N K booleans."""
     prediction: Ints
-    """N: the likeliest class."""
+    """N: highest-scoring class."""
     score: Floats
-    """N: how likely the model holds it, 0 to 1."""
+    """N: its probability."""
     truth_score: Floats
-    """N: how likely it holds the true class (of several labels the least likely one; NaN without any)."""
+    """N: probability of the true class (for multi-label data the lowest of the true classes; NaN without any)."""
     scores: Floats | None = None
-    """N K, where images have several labels: how likely each class is."""
+    """N K, for multi-label data only: probability of each class."""
     rank: Ints | None = None
-    """N: how many classes come before the first right one, 0 for a right answer; K or more: none is right."""
+    """N: number of classes ranked before the first correct one. 0: correct prediction; K or more: none is possible."""
     loss: Floats | None = None
-    """N, float64: each image's own loss."""
+    """N, float64: loss of each image."""
     top_classes: Ints | None = None
-    """N 5, or fewer where there are fewer classes: the likeliest classes, best first."""
+    """N 5, or fewer with fewer classes: highest-scoring classes, best first."""
 
     def __len__(self) -> int:
         return len(self.index)
 
     @property
     def correct(self) -> npt.NDArray[np.bool_]:
-        """N: whether the likeliest class is the true one, or one of them."""
+        """N: whether the prediction is the true class, or one of them."""
         if self.truth.ndim == 1:
             return np.asarray(self.truth == self.prediction)
         return np.asarray(self.truth[np.arange(len(self)), self.prediction])
@@ -58,34 +58,34 @@ class SampleResults:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How well a model does on some images."""
+    """Aggregate metrics of a classifier on a data set."""
 
     top1: float
-    """Share of the images whose likeliest class is right (one of theirs, where they have several)."""
+    """Fraction of images whose prediction is correct (one of the true classes, for multi-label data)."""
     top5: float
-    """Share of those with a right class among the likeliest five."""
+    """Fraction of images with a correct class among the five highest-scoring ones."""
     loss: float
-    """Mean cross-entropy; for several labels, or a sigmoid loss, of a yes or no for each class, summed over them."""
+    """Mean cross-entropy; for multi-label data or a sigmoid loss, binary cross-entropy summed over classes."""
     count: int
-    """Images measured."""
+    """Number of images."""
     low: float
     high: float
-    """The 95 % interval of `top1`: Wilson's, which is right for small counts and near 100 % too."""
+    """Wilson's 95 % interval of `top1`, which is accurate for small counts and near 100 %."""
     confusion: Ints | None = None
-    """K K: of true class (row) said to be (column); None for very many classes or several labels."""
+    """K K: true class (row) by predicted class (column); None for very many classes and for multi-label data."""
     average_precisions: Floats | None = None
-    """K, for several labels: area under each class's precision-recall curve; NaN for a class nobody has."""
+    """K, for multi-label data: area under each class's precision-recall curve; NaN for a class that does not occur."""
     samples: SampleResults | None = None
 
     @property
     def mean_average_precision(self) -> float | None:
-        """mAP: the mean over classes that occur."""
+        """mAP: the mean over the classes that occur."""
         if self.average_precisions is None:
             return None
         return float(np.nanmean(self.average_precisions)) if not np.isnan(self.average_precisions).all() else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """What is logged: plain numbers, nothing per image."""
+        """The values that are logged, without per-image results."""
         found: dict[str, Any] = {"top1": self.top1, "top5": self.top5, "loss": self.loss}
         if self.average_precisions is not None:
             found["map"] = self.mean_average_precision
@@ -93,7 +93,7 @@ class Scores:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Scores:
-        """What `to_dict` gave: the numbers. Of the average precisions only their mean is left."""
+        """The inverse of `to_dict`; only the mean of the average precisions is restored."""
         numbers = {name: found[name] for name in ("top1", "top5", "loss", "low", "high", "count")}
         numbers = {name: math.nan if value is None else value for name, value in numbers.items()}
         mean = found.get("map", math.nan)
@@ -102,20 +102,20 @@ class Scores:
 
 
 def wilson_interval(correct: float, count: float, z: float = Z95) -> tuple[float, float]:
-    """The interval of a share: `right` of `count`. Nothing measured: anything is possible."""
+    """Wilson's 95 % interval of the proportion `correct` / `count`; (0, 1) if `count` is 0."""
     if count <= 0:
         return 0.0, 1.0
-    share, spread = correct / count, z * z / count
-    center = (share + spread / 2) / (1 + spread)
-    half = z / (1 + spread) * math.sqrt(share * (1 - share) / count + spread / (4 * count))
-    # At the ends one bound is the share itself, which rounding must not cross.
+    value, spread = correct / count, z * z / count
+    center = (value + spread / 2) / (1 + spread)
+    half = z / (1 + spread) * math.sqrt(value * (1 - value) / count + spread / (4 * count))
+    # At 0 and 1 one bound equals the proportion itself; rounding must not move it past that.
     return (0.0 if correct <= 0 else center - half), (1.0 if correct >= count else center + half)
 
 
 def average_precision(truth: npt.NDArray[np.bool_], score: Floats) -> float:
-    """Mean over the images of a class of the precision down to each of them; equal scores count as one step.
+    """Area under the precision-recall curve as in scikit-learn; equal scores count as one step.
 
-    NaN where the class does not occur, or where a score is not a number.
+    NaN if the class does not occur or a score is NaN.
     """
     if not truth.any() or np.isnan(score).any():
         return math.nan

@@ -1,4 +1,4 @@
-"""Everything one evaluation found: a model on some images, at one size or at several."""
+"""The result of one evaluation of a model on a data set, at one or more image sizes."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ NUM_WORST = 10
 
 @dataclass(frozen=True, kw_only=True)
 class SizeResult:
-    """What was found at one size; every number has its interval."""
+    """Metrics at one image size, with 95 % intervals."""
 
     image_size: tuple[int, int]
-    """Height and width of what the network was given."""
+    """Height and width of the network's input."""
     top1: Estimate | None
-    """Share of images whose likeliest class is right; None where no image has a label."""
+    """Fraction of images whose prediction is correct; None if no image has a label."""
     top5: Estimate | None
-    """With a right class among the likeliest five; None where there are no more than five."""
+    """Fraction of images with a correct class among the top five; None with five outputs or fewer."""
     loss: Estimate
     calibration: Calibration | None
-    """None for several labels."""
+    """None for multi-label data."""
     mean_average_precision: Estimate | None
-    """mAP, for several labels."""
+    """mAP, for multi-label data only."""
     real: RealAccuracy | None
-    """Accuracy on ImageNet-ReaL's labels, where they were asked for."""
+    """Accuracy on ImageNet-ReaL's labels, if requested."""
     top1_change: Estimate | None
-    """Top-1 less that at the first size, over the same images; None at the first."""
+    """Top-1 minus that at the first size, on the same images; None at the first size."""
     per_class: PerClass
     throughput: Throughput
     scores: Scores = field(repr=False)
-    """The plain numbers, the confusion matrix, and what was said of each image."""
+    """Aggregate metrics without intervals, the confusion matrix, and per-image results."""
 
     @property
     def samples(self) -> SampleResults:
@@ -57,7 +57,7 @@ class SizeResult:
         return self.scores.samples
 
     def to_dict(self, names: Sequence[str], worst: int = NUM_WORST) -> dict[str, Any]:
-        """Plain values; of classes, all that have images."""
+        """JSON values; `per_class` has the classes with images."""
         estimates = {"top1": self.top1, "top5": self.top5, "loss": self.loss, "map": self.mean_average_precision}
         found: dict[str, Any] = {"image_size": list(self.image_size), "count": self.scores.count}
         found |= {name: _json_estimate(value) for name, value in estimates.items() if value is not None}
@@ -79,10 +79,10 @@ class SizeResult:
             "per_class": [self.per_class.to_row(int(k), names[int(k)]) for k in self.per_class.present],
         }
 
-    def worst_classes(self, most: int = NUM_WORST) -> list[int]:
-        """Classes that are not always right, the worst first."""
+    def worst_classes(self, limit: int = NUM_WORST) -> list[int]:
+        """Classes with errors, the worst first."""
         value = self.per_class.recall if self.per_class.average_precision is None else self.per_class.average_precision
-        return [k for k in self.per_class.worst(most) if value[k] < 1]
+        return [k for k in self.per_class.worst(limit) if value[k] < 1]
 
     def _worst_class_row(self, k: int, names: Sequence[str]) -> dict[str, Any]:
         instead = [{"name": names[other], "count": n} for other, n in mistaken_for(self.samples, k)]
@@ -91,25 +91,25 @@ class SizeResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A model on some images: `found.top1.value`, `.low`, `.high`; `sizes` holds every size that was asked for."""
+    """A model on a data set. `top1.value`, `.low` and `.high` are those of the first size; `sizes` has all sizes."""
 
     model: str
     data: str
     labels: tuple[str, ...]
-    """What the model's outputs are called."""
+    """Names of the model's outputs."""
     multi_label: bool
-    """Whether images have several labels."""
+    """Whether the data is multi-label."""
     matched_by: str
-    """How classes and outputs were brought together: "synset", "name" or "order"."""
+    """How classes were matched to outputs: "synset", "name" or "order"."""
     flip: bool
     bins: int
     sizes: tuple[SizeResult, ...]
     keys: tuple[str, ...] = field(repr=False)
-    """The images' names in their source, by their numbers there."""
+    """Names of the images in their source, by index."""
     notes: tuple[str, ...] = ()
-    """What cannot be said, and what was assumed."""
+    """Assumptions and caveats."""
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Images that were left out, and why."""
+    """Skipped images, and why each could not be read."""
 
     @property
     def first(self) -> SizeResult:
@@ -136,11 +136,11 @@ class Evaluation:
         return self.first.mean_average_precision
 
     def to_dict(self, worst: int = NUM_WORST) -> dict[str, Any]:
-        """All of it but what was said of each image."""
+        """Everything except the per-image results, as JSON values."""
         about = {"model": self.model, "data": self.data, "num_outputs": len(self.labels), "matched_by": self.matched_by}
-        how = {"multi_label": self.multi_label, "flip": self.flip, "bins": self.bins}
-        said = {"notes": list(self.notes), "unreadable": self.unreadable}
-        return {**about, **how, "sizes": [size.to_dict(self.labels, worst) for size in self.sizes], **said}
+        options = {"multi_label": self.multi_label, "flip": self.flip, "bins": self.bins}
+        remarks = {"notes": list(self.notes), "unreadable": self.unreadable}
+        return {**about, **options, "sizes": [size.to_dict(self.labels, worst) for size in self.sizes], **remarks}
 
 
 def summarize(
@@ -153,18 +153,18 @@ def summarize(
     real: RealAccuracy | None = None,
     first: SizeResult | None = None,
 ) -> SizeResult:
-    """From the plain numbers to those with intervals; `before` is what was found at the first size."""
+    """Add intervals, calibration and per-class metrics to `scores`; `first` is the result at the first size."""
     samples, precisions = scores.samples, scores.average_precisions
     assert samples is not None
     assert samples.rank is not None
     assert samples.loss is not None
-    asked = samples.truth.any(1) if precisions is not None else np.ones(len(samples), bool)
-    right = samples.rank < 1
+    labeled = samples.truth.any(1) if precisions is not None else np.ones(len(samples), bool)
+    correct = samples.rank < 1
     map_: Estimate | None = None
     error: Estimate | None = None
     if precisions is None:
         losses = samples.loss[:, None], lambda sums: sums[..., 0] / len(samples)
-        loss, error = bootstrap_statistics([losses, calibration_gaps(samples.score, right, bins)])
+        loss, error = bootstrap_statistics([losses, calibration_gaps(samples.score, correct, bins)])
     else:
         loss = bootstrap_mean(samples.loss)
         assert samples.scores is not None
@@ -172,10 +172,10 @@ def summarize(
         map_ = bootstrap_map(samples.truth, samples.scores, np.nan if value is None else value)
     return SizeResult(
         image_size=image_size,
-        top1=proportion(int(right.sum()), int(asked.sum())),
-        top5=proportion(int((samples.rank < 5).sum()), int(asked.sum())) if num_outputs > 5 else None,
+        top1=proportion(int(correct.sum()), int(labeled.sum())),
+        top5=proportion(int((samples.rank < 5).sum()), int(labeled.sum())) if num_outputs > 5 else None,
         loss=loss,
-        calibration=measure_calibration(samples.score, right, bins, error) if precisions is None else None,
+        calibration=measure_calibration(samples.score, correct, bins, error) if precisions is None else None,
         mean_average_precision=map_,
         real=real,
         top1_change=None if first is None else _top1_change(samples, first),
@@ -185,13 +185,13 @@ def summarize(
     )
 
 
-def _top1_change(samples: SampleResults, before: SizeResult) -> Estimate | None:
-    """None where other images were measured: one may be readable at one time and not at another."""
+def _top1_change(samples: SampleResults, first: SizeResult) -> Estimate | None:
+    """None if the images differ, because one was readable only once."""
     assert samples.rank is not None
-    assert before.samples.rank is not None
-    if not np.array_equal(samples.index, before.samples.index):
+    assert first.samples.rank is not None
+    if not np.array_equal(samples.index, first.samples.index):
         return None
-    return paired_difference(samples.rank < 1, before.samples.rank < 1)
+    return paired_difference(samples.rank < 1, first.samples.rank < 1)
 
 
 def _json_estimate(value: Estimate) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How many images a second: all in all, and by the network alone."""
+"""Images per second of a whole evaluation, and of the network alone."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Throughput:
-    """Images a second."""
+    """Images per second."""
 
     total: float
-    """With reading, decoding and everything else."""
+    """Including reading and decoding."""
     network: float
-    """Of the network alone, as fast as it was meanwhile; both views of an image count as one."""
+    """Forward passes only; an image and its mirror image count as one."""
     seconds: float
-    """What it took, all in all."""
+    """Total duration."""
 
     def to_dict(self) -> dict[str, float]:
         return {"images_per_second": self.total, "network_images_per_second": self.network, "seconds": self.seconds}
 
 
 class NetworkTimer:
-    """Times a network from its call to its answer: `with NetworkTimer(net) as watch: ...`; a GPU is not waited for."""
+    """Measures the time spent in a network's forward calls, without synchronizing with a GPU."""
 
     def __init__(self, net: nn.Module) -> None:
         self.net = net
@@ -66,7 +66,7 @@ class NetworkTimer:
             self.events.append((self.started, self._now()))
 
     def throughput(self, num_images: int) -> Throughput:
-        """Of so many images up to now."""
+        """The throughput for this number of images since the start."""
         if self.events:
             torch.cuda.synchronize()
         network = self.network_seconds + sum(first.elapsed_time(last) for first, last in self.events) / 1000

@@ -1,13 +1,13 @@
-"""VTAB-1k (arXiv 1910.04867): 19 tasks in three groups, 1,000 images of each to learn from.
+"""VTAB-1k (arXiv 1910.04867): 19 tasks in three groups, each with 1,000 images for training and validation.
 
-800 of them learn and 200 choose; then all 1,000 learn, and the whole test part is measured. A task
-is found in a folder of its name (or one of the names it goes by), in any of these layouts:
+Hyperparameters are selected with 800 training and 200 validation images; the final model is trained on all 1,000 and
+measured on the whole test split. A task is a folder of its name, or of an alias, in any of these layouts:
 
-    train800.txt val200.txt test.txt       `path label` on each line, as the published lists have it
+    train800.txt val200.txt test.txt       `path label` on each line, as in the published lists
     train800/ val200/ test/                folders of class folders
-    train/ [val/] test/                    folders, a table or shards: vitrail draws the 1,000 by a hash of their names
+    train/ [val/] test/                    folders, a table or shards; the 1,000 are sampled by a hash of their names
 
-or where the catalog has it.
+or a data set of the catalog.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ NUM_TRAIN, NUM_VALIDATION = 800, 200
 
 @dataclass(frozen=True)
 class Task:
-    """One of the 19."""
+    """One of the 19 tasks."""
 
     name: str
     title: str
     group: str
     aliases: tuple[str, ...] = ()
-    """What else its folder is called."""
+    """Other names of its folder."""
 
 
 TASKS = {
@@ -75,29 +75,29 @@ TASKS = {
 
 @dataclass(frozen=True)
 class TaskData:
-    """A task's images."""
+    """The splits of a task."""
 
     train: Source
-    """800, to learn from while settings are chosen."""
+    """800 training images."""
     validation: Source
-    """200, to choose by; with the 800 they are what the final classifier learns from."""
+    """200 validation images, to select hyperparameters; the final model is trained on both."""
     test: Source
 
 
 def select_tasks(texts: Sequence[str]) -> tuple[Task, ...]:
-    """Tasks by name or title, in VTAB's order; all where none is named."""
+    """Tasks by name or title, in VTAB's order; all tasks for an empty sequence."""
     known = {_normalize_name(name): task for task in TASKS.values() for name in (task.name, task.title, *task.aliases)}
     for text in texts:
         if _normalize_name(text) not in known:
-            raise NotFoundError(f"no task of VTAB is called {text!r}{did_you_mean(text, TASKS)}")
+            raise NotFoundError(f"VTAB has no task {text!r}{did_you_mean(text, TASKS)}")
     wanted = {known[_normalize_name(text)].name for text in texts} or set(TASKS)
     return tuple(task for name, task in TASKS.items() if name in wanted)
 
 
 def locate_tasks(root: Path, tasks: Sequence[Task]) -> dict[str, str]:
-    """Task -> where its data is, for those that are there: a folder of `root`, or the catalog's name."""
+    """Task name -> its data, for the tasks that are found: a folder in `root`, or a name in the catalog."""
     if not root.is_dir():
-        raise NotFoundError(f"there is no folder {root}; wanted one that holds a folder for each task of VTAB.")
+        raise NotFoundError(f"there is no folder {root}; wanted one that contains a folder for each task of VTAB.")
     folders = {
         _normalize_name(path.name): path for path in sorted(root.iterdir()) if path.is_dir() and any(path.iterdir())
     }
@@ -115,7 +115,7 @@ def locate_tasks(root: Path, tasks: Sequence[Task]) -> dict[str, str]:
 
 
 def open_task(task: Task, where: str, root: Path) -> TaskData:
-    """Its 800, its 200 and its test images."""
+    """Open the three splits of a task."""
     folder = Path(where)
     if (folder / "train800.txt").exists():
         return _open_lists(task, folder)
@@ -129,16 +129,15 @@ def open_task(task: Task, where: str, root: Path) -> TaskData:
     parts = open_source_splits(DataConfig(source=where, root=str(root)))
     test = parts.test if parts.test is not None else parts.validation
     if test is None:
-        raise DataError(f"{task.title}: {where} has no test part; wanted train and test in it.")
+        raise DataError(f"{task.title}: {where} has no test split; wanted train and test in it.")
     if hasattr(parts.train, "samples"):
-        raise DataError(f"{task.title}: {where} is a stream, which cannot be drawn from; try shards:.")
-    return TaskData(
-        *sample_train_validation(parts.train, parts.validation if parts.test is not None else None, task), test
-    )
+        raise DataError(f"{task.title}: {where} is a stream, which cannot be sampled from; try shards:.")
+    validation = parts.validation if parts.test is not None else None
+    return TaskData(*sample_train_validation(parts.train, validation, task), test)
 
 
 def sample_train_validation(train: Source, validation: Source | None, task: Task) -> tuple[Source, Source]:
-    """800 and 200 of them, by a hash of their names; of fewer than 1,000, four fifths and one."""
+    """800 and 200 images, sampled by a hash of their names; with fewer than 1,000 images, four fifths and one fifth."""
     order = np.argsort(_key_hashes(train), kind="stable")
     if validation is not None:
         second = np.argsort(_key_hashes(validation), kind="stable")
@@ -149,16 +148,15 @@ def sample_train_validation(train: Source, validation: Source | None, task: Task
         sizes = count - count // 5, count // 5
         parts = Subset(train, np.sort(order[: sizes[0]])), Subset(train, np.sort(order[sizes[0] : count]))
     if min(sizes) == 0:
-        raise DataError(f"{task.title} has {len(train):,} images to learn from, too few to keep some aside.")
+        raise DataError(f"{task.title} has {len(train):,} training images, too few for a validation split.")
     if sizes != (NUM_TRAIN, NUM_VALIDATION):
-        warn_once(
-            [f"{task.title} has {sum(sizes):,} images to learn from, not 1,000: {sizes[0]} learn, {sizes[1]} choose"]
-        )
+        used = f"{sizes[0]} for training, {sizes[1]} for validation"
+        warn_once([f"{task.title} has {sum(sizes):,} images, not 1,000: {used}"])
     return parts
 
 
 def _open_lists(task: Task, folder: Path) -> TaskData:
-    """What the published lists name."""
+    """Open the published lists."""
     lists = {name: _read_list(folder / f"{name}.txt", task) for name in ("train800", "val200", "test")}
     numbers = sorted({number for lines in lists.values() for _, number in lines})
     labels = tuple(str(n) for n in range(numbers[-1] + 1))
@@ -173,24 +171,24 @@ def _open_lists(task: Task, folder: Path) -> TaskData:
 
 def _read_list(path: Path, task: Task) -> list[tuple[str, int]]:
     if not path.exists():
-        raise NotFoundError(f"{task.title}: {path} is missing; wanted it beside train800.txt.")
+        raise NotFoundError(f"{task.title}: {path} is missing; wanted it next to train800.txt.")
     found = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         name, _, label = line.strip().rpartition(" ")
         if not line.strip():
             continue
         if not name or not label.isdecimal():
-            raise DataError(f"{path} line {number} is {line!r}; wanted a path, a space and a class number.")
+            raise DataError(f"{path} line {number} is {line!r}; wanted a path, a space and a class index.")
         found.append((name, int(label)))
     if not found:
-        raise DataError(f"{path} names no images.")
+        raise DataError(f"{path} lists no images.")
     return found
 
 
 def group_means(scores: Mapping[str, tuple[float, int]]) -> dict[str, Estimate]:
-    """Of each group that is whole; and "VTAB", the mean of all tasks, where all 19 are there.
+    """Mean accuracy of each group whose tasks are all present; and "VTAB", the mean over all 19 tasks, if present.
 
-    `scores` has each task's accuracy and its number of test images.
+    `scores` maps a task's name to its accuracy and its number of test images.
     """
     found = {}
     for group in GROUPS:
