@@ -1,4 +1,4 @@
-"""`vitrail embed`: from a model and images to a file of features, killed and resumed at will."""
+"""`vitrail embed`: write the features of images to a Parquet file; can be killed and resumed."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ from vitrail.weights.model_info import strip_local_folders
 SPLITS = ("train", "validation", "test", "all")
 DTYPES = ("float32", "float16")
 IMAGES_PER_PART = 1024
-"""Images about in one part, and so lost at most when a run is killed."""
+"""Approximate number of images in a part, the most that is lost when a run is killed."""
 
 
 @dataclass(frozen=True)
 class EmbedResult:
-    """A file of features that is complete."""
+    """A complete feature file."""
 
     path: Path
     num_images: int
-    """Rows in it."""
+    """Number of rows."""
     width: int
     features: str
+    """The `FeatureSpec`, as text."""
     unreadable: Mapping[str, str] = field(default_factory=dict)
-    """Images that are not in it, and why."""
+    """Skipped images, and why each could not be read."""
     written: bool = True
-    """Whether anything had to be done."""
+    """False if the file was already complete."""
 
 
 def embed(
@@ -64,13 +65,13 @@ def embed(
     started: Callable[[int, int], None] | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> EmbedResult:
-    """Features of every image of some data, with its key, in a Parquet file.
+    """Write the features of every image of a data set to a Parquet file, one row per image.
 
-    The same call goes on after an interruption, and gives the same file. `started` hears how many
-    images there are and how many are done already, `advance` of each few more.
+    After an interruption the same call continues and writes the same bytes. `started(total, done)` is called first,
+    then `advance(n)` after each n images.
     """
     if dtype not in DTYPES:
-        raise ConfigError(f"features cannot be kept as {dtype!r}{did_you_mean(dtype, DTYPES)}")
+        raise ConfigError(f"features cannot be stored as {dtype!r}{did_you_mean(dtype, DTYPES)}")
     config = DataConfig(source=data) if isinstance(data, str) else data
     spec = _resolve_spec(spec or FeatureSpec(), model)
     sources = _select_splits(open_source_splits(config, require_labels=False), config, split)
@@ -88,13 +89,13 @@ def embed(
             file.join(len(pieces))
         written = True
     else:
-        warn_once([f"{file.path} is complete already"])
+        warn_once([f"{file.path} is already complete"])
         written = False
     return _result(file.path, spec, written)
 
 
 def _resolve_spec(spec: FeatureSpec, model: Model) -> FeatureSpec:
-    """Where features are taken; an exported file gives its own or none."""
+    """Check `spec` against the model; an exported model only provides the features it was exported with."""
     if not isinstance(model, Running):
         return resolve_features(spec, model.net)
     model.check_features()
@@ -104,13 +105,13 @@ def _resolve_spec(spec: FeatureSpec, model: Model) -> FeatureSpec:
 
 
 def _extract_batches(model: Model, batches: Loader, spec: FeatureSpec) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each batch the numbers of its readable images, and their features."""
+    """Yield, for each batch, the indices of its readable images and their features."""
     if not isinstance(model, Running):
         yield from extract_batches(model.net, batches, preprocess=model.preprocess, spec=spec)
         return
     for batch in batches:
-        kept = (batch.weights > 0).cpu()
-        yield batch.indices[kept], model.outputs(batch.images)[kept]
+        readable = (batch.weights > 0).cpu()
+        yield batch.indices[readable], model.outputs(batch.images)[readable]
 
 
 def _result(path: Path, spec: FeatureSpec, written: bool) -> EmbedResult:
@@ -125,23 +126,23 @@ def _result(path: Path, spec: FeatureSpec, written: bool) -> EmbedResult:
 
 
 def _select_splits(parts: SourceSplits, config: DataConfig, split: str) -> dict[str, Source]:
-    """The parts that were asked for, by name."""
+    """The requested splits, by name."""
     if split not in SPLITS:
-        raise ConfigError(f"no split is called {split!r}{did_you_mean(split, SPLITS)}")
+        raise ConfigError(f"there is no split {split!r}{did_you_mean(split, SPLITS)}")
     if hasattr(parts.train, "samples"):
-        raise DataError(f"{config.source} is a stream, whose images have no numbers to go on by; try shards:.")
+        raise DataError(f"{config.source} is a stream, whose images have no indices to resume from; try shards:.")
     warn_once(parts.notes, about=config.source)
-    there = {"train": parts.train, "validation": parts.validation, "test": parts.test}
-    there = {name: source for name, source in there.items() if source is not None and len(source)}
-    if split != "all" and split not in there:
-        raise DataError(f"{config.source} has no {split} split; it has {', '.join(there) or 'no images at all'}.")
-    if not there:
+    present = {"train": parts.train, "validation": parts.validation, "test": parts.test}
+    present = {name: source for name, source in present.items() if source is not None and len(source)}
+    if split != "all" and split not in present:
+        raise DataError(f"{config.source} has no {split} split; it has {', '.join(present) or 'no images at all'}.")
+    if not present:
         raise DataError(f"{config.source} has no images.")
-    return there if split == "all" else {split: there[split]}
+    return present if split == "all" else {split: present[split]}
 
 
 def _part_ranges(sources: Mapping[str, Source], size: int) -> Iterator[tuple[str, range]]:
-    """The images of each part of the file, always the same ones: whole batches."""
+    """Yield the split and image indices of each part: whole batches, always the same ones."""
     for split, source in sources.items():
         yield from ((split, range(i, min(i + size, len(source)))) for i in range(0, len(source), size))
 
@@ -158,7 +159,7 @@ def _write_missing_parts(
     normalize: bool,
     advance: Callable[[int], None] | None,
 ) -> None:
-    """Every missing part of the file, split by split, through one loader each."""
+    """Write every missing part, split by split, with one loader per split."""
     for split, source in sources.items():
         wanted = [n for n in missing if pieces[n][0] == split]
         if not wanted:
@@ -166,24 +167,24 @@ def _write_missing_parts(
         numbers = np.concatenate([np.asarray(pieces[n][1]) for n in wanted])
         rest = Subset(source, numbers)
         ends = dict(zip(np.cumsum([len(pieces[n][1]) for n in wanted]).tolist(), wanted, strict=True))
-        seen, waiting = 0, list[tuple[Tensor, Tensor]]()
-        told: set[str] = set()
+        seen, pending = 0, list[tuple[Tensor, Tensor]]()
+        recorded: set[str] = set()
         with image_batches(rest, model.preprocess, batch_size=batch_size, device=model.device) as batches:
             for indices, values in _extract_batches(model, batches, spec):
-                waiting.append(
+                pending.append(
                     (torch.from_numpy(numbers)[indices], F.normalize(values, dim=1) if normalize else values)
                 )
                 step = min(batch_size, len(rest) - seen)
                 seen += step
                 if seen in ends:
-                    index, found = (torch.cat(parts) for parts in zip(*waiting, strict=True))
-                    bad = {key: why for key, why in batches.bad.items() if key not in told}
-                    # Workers are ahead: only what lies in this part is told in it.
-                    mine = {source.key(i) for i in pieces[ends[seen]][1]} if bad else set()
-                    bad = {key: why for key, why in bad.items() if key in mine}
-                    told |= bad.keys()
-                    file.write_part(ends[seen], feature_table(source, split, index, found, dtype), bad)
-                    waiting = []
+                    index, found = (torch.cat(parts) for parts in zip(*pending, strict=True))
+                    unreadable = {key: why for key, why in batches.bad.items() if key not in recorded}
+                    # The loader reads ahead, so keep only the unreadable images of this part.
+                    own = {source.key(i) for i in pieces[ends[seen]][1]} if unreadable else set()
+                    unreadable = {key: why for key, why in unreadable.items() if key in own}
+                    recorded |= unreadable.keys()
+                    file.write_part(ends[seen], feature_table(source, split, index, found, dtype), unreadable)
+                    pending = []
                 if advance is not None:
                     advance(step)
 
@@ -198,9 +199,9 @@ def _settings(
     normalize: bool,
     batch_size: int,
 ) -> dict[str, Any]:
-    """All that decides the file's content."""
+    """Everything that determines the content of the file."""
     first = next(iter(sources.values()))
-    said = {
+    settings = {
         "model": model.info.title,
         "weights": model.fingerprint if isinstance(model, Running) else weights_checksum(model.net),
         "features": str(spec),
@@ -215,12 +216,12 @@ def _settings(
         "batch_size": batch_size,
         "vitrail": version("vitrail"),
     }
-    return dict(json.loads(json.dumps(said)))  # as it will be read back
+    return dict(json.loads(json.dumps(settings)))  # as it will be read back
 
 
 def _keys_checksum(source: Source) -> str:
-    """Eight letters that differ where images have come, gone or changed places."""
-    found = 0
+    """CRC-32 of the images' keys in order, as eight hexadecimal digits."""
+    checksum = 0
     for i in range(len(source)):
-        found = zlib.crc32(source.key(i).encode(errors="surrogateescape") + b"\n", found)
-    return f"{found:08x}"
+        checksum = zlib.crc32(source.key(i).encode(errors="surrogateescape") + b"\n", checksum)
+    return f"{checksum:08x}"

@@ -1,4 +1,4 @@
-"""`vitrail.evaluate`: how well a model does on labeled images, at one size or at several."""
+"""`vitrail.evaluate`: measure a model on labeled images, at one or more image sizes."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from vitrail.weights.model_info import strip_local_folders
 
 PROTOCOLS = ("auto", "imagenet", "real")
 BATCH_SIZES = {"cpu": 32}
-"""Images at a time by device; elsewhere 256."""
+"""Default batch size by device type; 256 for others."""
 
 Advance = Callable[[int], None]
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""What is done and of how many images -> a context that is told of so many more."""
+"""(description, total number of images) -> a context manager that gives `advance(n)`, called after each n images."""
 
 
 @contextmanager
@@ -58,13 +58,13 @@ def no_progress(what: str, total: int) -> Iterator[Advance]:
 
 @dataclass(frozen=True)
 class _EvaluationTask:
-    """What stays the same at all sizes."""
+    """What is the same at all image sizes."""
 
     source: MappedSource
     match: ClassMatch
     config: DataConfig
     real: list[list[int] | None] | None
-    """The outputs that ImageNet-ReaL holds right, for each image."""
+    """The correct outputs of each image according to ImageNet-ReaL."""
     distributed: DistributedContext
     batch_size: int
     flip: bool
@@ -93,16 +93,15 @@ def evaluate(
 ) -> Evaluation:
     """Measure a model on labeled images: `evaluate("runs/digits", "digits").top1.value`.
 
-    Of data with parts of its own the test part is measured, else the validation part, else all of it;
-    `held_out`: what `train` would hold out. `image` is another size or several of them; `flip` takes
-    the mean of the probabilities of each image and its mirror image. Classes are matched to outputs
-    by WordNet's numbers, by name or by order; `protocol` "imagenet" insists on the first, "real" (or a
-    file of labels, `real`) adds ImageNet-ReaL. Under torchrun the images are shared out. A file, a
-    name or a hub id is loaded with `options`, which are those of `load`; a model that is loaded
-    already stays on its device unless another is named.
+    If the data has splits, the test split is measured, or else the validation split; otherwise all images are.
+    `held_out`: measure the images that `train` would hold out. `image_size`: one or more other sizes. `flip`: average
+    the probabilities of each image and its mirror image. Classes are matched to outputs by WordNet ID, by name or by
+    order; `protocol="imagenet"` requires WordNet IDs, and `"real"` (or a file of labels, `real`) adds ImageNet-ReaL.
+    Under torchrun the images are divided among processes. A file, name or hub ID is loaded with `options`, which are
+    those of `load`; a `Model` stays on its device unless `device` is given.
     """
     if protocol not in PROTOCOLS:
-        raise ConfigError(f"no protocol {protocol!r}{did_you_mean(protocol, PROTOCOLS)}")
+        raise ConfigError(f"there is no protocol {protocol!r}{did_you_mean(protocol, PROTOCOLS)}")
     if bins < 1 or (batch_size is not None and batch_size < 1):
         raise ConfigError(f"bins={bins}, batch_size={batch_size}: wanted 1 or more.")
     config = DataConfig(source=data, root=root, skip_bad=skip_bad, workers=workers)
@@ -129,16 +128,16 @@ def evaluate(
         if labels is not None and stated_labels(vit.info) is None:
             notes.insert(0, ASSUMED_IMAGENET)
         warn_once([note for note in notes if note not in vit.info.notes], about=data)
-        share = -(-len(source) // distributed.world_size)
-        several = min(batch_size or BATCH_SIZES.get(distributed.device.type, 256), share)
-        task = _EvaluationTask(
-            MappedSource(source, match), match, config, valid, distributed, several, flip, bins, progress
+        per_process = -(-len(source) // distributed.world_size)
+        per_batch = min(batch_size or BATCH_SIZES.get(distributed.device.type, 256), per_process)
+        mapped = MappedSource(source, match)
+        task = _EvaluationTask(mapped, match, config, valid, distributed, per_batch, flip, bins, progress
         )
-        found: list[SizeResult] = []
+        results: list[SizeResult] = []
         unreadable: dict[str, str] = {}
         for size in sizes:
-            measured, bad = _evaluate_at_size(vit, size, task, found[0] if found else None)
-            found.append(measured)
+            result, bad = _evaluate_at_size(vit, size, task, results[0] if results else None)
+            results.append(result)
             unreadable |= bad
     return Evaluation(
         model=vit.info.title if isinstance(model, Model) else strip_local_folders(str(model)),
@@ -148,7 +147,7 @@ def evaluate(
         matched_by=match.method,
         flip=flip,
         bins=bins,
-        sizes=tuple(found),
+        sizes=tuple(results),
         keys=tuple(source.key(i) for i in range(len(source))),
         notes=tuple(notes),
         unreadable=unreadable,
@@ -156,61 +155,61 @@ def evaluate(
 
 
 def _first_process_first(
-    distributed: DistributedContext, opened: Callable[[], tuple[Model, Source]]
+    distributed: DistributedContext, open_both: Callable[[], tuple[Model, Source]]
 ) -> tuple[Model, Source]:
-    """One download, one index: the others find them. Where the first process fails, all do, in the same words."""
+    """Open in the first process, which downloads and indexes once, then in the others. Errors are raised in all."""
     found, error = None, None
     if distributed.is_main:
         try:
-            found = opened()
+            found = open_both()
         except VitrailError as caught:
             error = caught
     error = distributed.broadcast_object(error)
     if error is not None:
         raise error
-    return found or opened()
+    return found or open_both()
 
 
 def _opened(model: str | Path | Model, config: DataConfig, held_out: bool, **options: Any) -> tuple[Model, Source]:
-    """The model, and the part of the data that is measured on."""
+    """The model, and the split of the data to measure."""
     vit = model if isinstance(model, Model) else load(model, **options)
     return vit, open_data(config).validation if held_out else _part(config, vit)
 
 
 def _part(config: DataConfig, vit: Model) -> Source:
-    """The test part, else the validation part, else everything."""
+    """The test split, else the validation split, else all images."""
     parts = open_source_splits(config)
     warn_once(parts.notes, about=config.source)
     found = parts.evaluation_source
     if isinstance(found, ShardStream):
-        raise DataError(f"{config.source} is a stream, which cannot be measured on; try shards: instead of stream:.")
+        raise DataError(f"{config.source} is a stream, which cannot be evaluated; try shards: instead of stream:.")
     if not len(found):
-        raise DataError(f"{config.source} holds no images to measure on.")
+        raise DataError(f"{config.source} has no images to measure.")
     if not parts.has_eval_split and vit.info.trained_by_vitrail:
-        about = f"all {len(found):,} images of {found.name} are measured; if the model has learned from them, "
-        warn_once([f"{about}--held-out measures those that training holds out"], about=config.source)
+        about = f"measuring all {len(found):,} images of {found.name}; if it was trained on them, use --held-out "
+        warn_once([f"{about}to measure only those that training holds out"], about=config.source)
     return found
 
 
 def _check_model(vit: Model, device: torch.device) -> None:
     if vit.info.task != "classify" or not vit.config.num_classes:
         raise ModelError(
-            f"{vit.info.origin or 'the model'} has no classes to be right or wrong about: it gives features. Measure "
-            "those with vitrail probe, or teach it classes with vitrail finetune."
+            f"{vit.info.origin or 'the model'} has no classes, only features; measure them with vitrail probe, or "
+            "train a classifier with vitrail finetune."
         )
     if vit.dtype == torch.bfloat16 and device.type == "cpu":
         check_bfloat16()
 
 
 def _sizes(vit: Model, requested: Pair | Sequence[Pair] | None) -> list[tuple[int, int]]:
-    """The sizes to measure at, each known to be possible before any work is done."""
+    """The image sizes to measure at; impossible ones raise an error before any work is done."""
     own = pair(vit.config.image_size)
     if requested is None:
         return [pair(vit.info.preprocess.image_size)]
-    several = [requested] if isinstance(requested, int | tuple) else list(requested)
-    sizes = list(dict.fromkeys(pair(size) for size in several))
+    given = [requested] if isinstance(requested, int | tuple) else list(requested)
+    sizes = list(dict.fromkeys(pair(size) for size in given))
     if not sizes:
-        raise ConfigError("image names no size; wanted such as 224, or several: 160,224,288.")
+        raise ConfigError("image_size is empty; wanted a size such as 224, or several: 160,224,288.")
     for size in sizes:
         if size != pair(vit.info.preprocess.image_size):
             vit.check_has_network()
@@ -218,7 +217,7 @@ def _sizes(vit: Model, requested: Pair | Sequence[Pair] | None) -> list[tuple[in
         if isinstance(config, ViTConfig) and config.position == "relative" and size != own:
             raise ModelError(
                 f"relative positions cannot be resampled from {_format_size(own)} to {_format_size(size)}; "
-                "leave --image-size out."
+                "omit --image-size."
             )
     return sizes
 
@@ -226,9 +225,9 @@ def _sizes(vit: Model, requested: Pair | Sequence[Pair] | None) -> list[tuple[in
 def _real_outputs(
     source: Source, match: ClassMatch, real: str | Path | None, names: Sequence[str] | None
 ) -> tuple[list[list[int] | None], list[str]]:
-    """The outputs that are right for each image, and what had to be assumed; `names` are the model's own."""
+    """The correct outputs of each image, and notes about what was assumed; `names` are the model's class names."""
     if source.multi_label:
-        raise DataError(f"{source.name} has several labels to an image already; ImageNet-ReaL is for ImageNet's own.")
+        raise DataError(f"{source.name} is multi-label; ImageNet-ReaL needs ImageNet's single labels.")
     labels = read_real_labels(real)
     keys = [source.key(i) for i in range(len(source))]
     outputs, note = outputs_by_class(len(match.labels), match.synsets, names)
@@ -236,29 +235,29 @@ def _real_outputs(
 
 
 def _caveats(source: Source, vit: Model) -> list[str]:
-    """What the numbers cannot say."""
+    """Limitations of the result."""
     notes = []
     targets = source.targets
     counts = targets.sum(0) if source.multi_label else np.bincount(targets[targets >= 0], minlength=len(source.labels))
-    there = np.flatnonzero(counts)
-    if len(there) == 1:
-        name = source.labels[there[0]]
-        notes.append(f"every image is of one class, {name!r}: how well others are told from it cannot be said")
+    present = np.flatnonzero(counts)
+    if len(present) == 1:
+        name = source.labels[present[0]]
+        notes.append(f"all images have one class, {name!r}: accuracy says nothing about the other classes")
     if source.multi_label and not vit.info.multi_label:
         notes.append(
-            "images have several labels and the model was made to give one: its outputs are read as a yes or no each"
+            "the data is multi-label and the model single-label: each output is read as a separate probability"
         )
     return notes
 
 
 def _evaluate_at_size(
-    vit: Model, size: tuple[int, int], task: _EvaluationTask, before: SizeResult | None
+    vit: Model, size: tuple[int, int], task: _EvaluationTask, first: SizeResult | None
 ) -> tuple[SizeResult, dict[str, str]]:
-    """All images at one size, and those that could not be read."""
+    """The result at one image size, and the unreadable images."""
     distributed, source = task.distributed, task.source
     net, preprocess = _resize_model(vit, size)
     net = net.to(distributed.device)
-    several = distributed.world_size > 1
+    distributed = distributed.world_size > 1
     with NetworkTimer(net) as timer:
         batches = evaluation_batches(
             source,
@@ -269,7 +268,7 @@ def _evaluate_at_size(
             world_size=distributed.world_size,
             config=task.config,
         )
-        with batches, task.progress(f"measuring at {_format_size(size)}", len(source)) as advance:
+        with batches, task.progress(f"evaluating at {_format_size(size)}", len(source)) as advance:
             scores = measure(
                 net,
                 batches,
@@ -277,20 +276,20 @@ def _evaluate_at_size(
                 num_classes=len(task.match.labels),
                 multi_label=source.multi_label,
                 loss="sigmoid" if vit.info.multi_label else "softmax",
-                reduce=distributed.all_reduce if several else None,
-                gather=distributed.all_gather_rows if several else None,
+                reduce=distributed.all_reduce if distributed else None,
+                gather=distributed.all_gather_rows if distributed else None,
                 flip=task.flip,
                 on_batch=lambda count: advance(count * distributed.world_size),
             )
             batches.merge_bad(distributed.all_gather_object(batches.bad))
         throughput = timer.throughput(scores.count)
     assert scores.samples is not None
-    found = None if task.real is None else _real_accuracy(scores.samples, task.real)
+    real = None if task.real is None else _real_accuracy(scores.samples, task.real)
     outputs = len(task.match.labels)
-    measured = summarize(
-        scores, image_size=size, num_outputs=outputs, throughput=throughput, bins=task.bins, real=found, first=before
+    result = summarize(
+        scores, image_size=size, num_outputs=outputs, throughput=throughput, bins=task.bins, real=real, first=first
     )
-    return measured, batches.bad
+    return result, batches.bad
 
 
 def _real_accuracy(samples: SampleResults, valid: list[list[int] | None]) -> RealAccuracy:
@@ -298,7 +297,7 @@ def _real_accuracy(samples: SampleResults, valid: list[list[int] | None]) -> Rea
 
 
 def _resize_model(vit: Model, size: tuple[int, int]) -> tuple[nn.Module, Preprocess]:
-    """The model for another size, and what prepares for that; the model itself stays as it is."""
+    """A copy of the network for another image size, and its preprocessing; the model is not changed."""
     if isinstance(vit, Running):
         return Called(vit), AsTheyAre(vit.info.preprocess)
     if size == pair(vit.info.preprocess.image_size):

@@ -1,4 +1,4 @@
-"""`vitrail vtab`: one model on the tasks of VTAB-1k that are here, by fine-tuning or with its features as they are."""
+"""`vitrail vtab`: measure a model on the VTAB-1k tasks found on this machine, by fine-tuning or linear probing."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ from vitrail.train.run_folder import RunFolder
 
 LEARNING_RATES = (0.003, 0.01, 0.03)
 STEPS = 2500
-"""The paper's length; its learning_rate is .01, chosen by a small sweep."""
+"""The paper's number of steps; its learning rate is 0.01, selected by a small sweep."""
 
 Method = Literal["finetune", "linear"]
 
 
 @dataclass(frozen=True)
 class TaskScore:
-    """How well a model does on one task."""
+    """Accuracy of a model on one task."""
 
     task: Task
     accuracy: Estimate
     count: int
-    """Test images."""
+    """Number of test images."""
     chosen: dict[str, float]
-    """What the 200 chose."""
+    """The hyperparameters selected on the validation images."""
 
     @property
     def at_edge(self) -> bool:
-        """Whether the C they chose is at the edge of the range that was tried."""
+        """Whether the selected C is at the edge of the searched range."""
         return "C" in self.chosen and logistic.is_at_range_edge(self.chosen["C"])
 
     def to_dict(self) -> dict[str, Any]:
-        told = {"task": self.task.name, "group": self.task.group, **self.accuracy.to_dict(), "count": self.count}
-        return told | {"chosen": self.chosen, "at_edge": self.at_edge}
+        values = {"task": self.task.name, "group": self.task.group, **self.accuracy.to_dict(), "count": self.count}
+        return values | {"chosen": self.chosen, "at_edge": self.at_edge}
 
 
 @dataclass(frozen=True)
 class VtabResult:
-    """The tasks that are here, and those that are not."""
+    """Scores of the tasks that were found, and the missing tasks."""
 
     method: str
     scores: tuple[TaskScore, ...]
     missing: tuple[Task, ...]
     means: dict[str, Estimate] = field(default_factory=dict)
-    """Of each group that is whole, and of all 19 as "VTAB"."""
+    """Mean accuracy of each complete group; "VTAB" is the mean over all 19 tasks."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -85,57 +85,52 @@ def vtab(
     batch_size: int = 64,
     progress: Progress = no_progress,
 ) -> VtabResult:
-    """800 images of each task learn and 200 choose, then 1,000 learn; accuracy on the whole test part.
+    """Select hyperparameters with 800 training and 200 validation images, train on all 1,000, measure the test split.
 
-    finetune: the paper's SGD, all weights; runs go to `out`, and those that are finished there are
-    not run again. linear: logistic regression on the features.
+    finetune: all weights, with the paper's SGD; runs are written to `out`, and finished runs there are reused.
+    linear: logistic regression on frozen features.
     """
     if method not in ("finetune", "linear"):
         raise ConfigError(f"method={method!r}: wanted finetune or linear.")
     if isinstance(model, Model) and method == "finetune":
-        raise ConfigError("fine-tuning starts from a checkpoint: give its file, folder, name or hub id.")
+        raise ConfigError("fine-tuning starts from a checkpoint; give a file, folder, name or hub ID, not a Model.")
     root, requested = Path(root).expanduser(), select_tasks(tasks)
-    there = locate_tasks(root, tuple(TASKS.values()))
-    if not any(task.name in there for task in requested):
+    present = locate_tasks(root, tuple(TASKS.values()))
+    if not any(task.name in present for task in requested):
         what = f"the task {requested[0].name}" if len(requested) == 1 else f"any of the {len(requested)} tasks"
-        raise DataError(f"{root} does not hold {what}; it wants a folder named {requested[0].name}, say.")
-    vit = (
-        model
-        if isinstance(model, Model)
-        else load(model, device=device, image_size=image_size)
-        if method == "linear"
-        else None
-    )
+        raise DataError(f"{root} does not contain {what}; wanted a folder such as {requested[0].name}.")
+    vit = model if isinstance(model, Model) else None
+    if vit is None and method == "linear":
+        vit = load(model, device=device, image_size=image_size)
     scores = []
     for task in requested:
-        if task.name not in there:
+        if task.name not in present:
             continue
-        data = open_task(task, there[task.name], root)
+        data = open_task(task, present[task.name], root)
         if vit is not None:
             scores.append(_probe_linear(vit, task, data, batch_size, progress))
         else:
-            scores.append(
-                _finetune_task(str(model), task, data, learning_rates, steps, image_size, device, Path(out) / task.name)
-            )
+            folder = Path(out) / task.name
+            scores.append(_finetune_task(str(model), task, data, learning_rates, steps, image_size, device, folder))
     found = {score.task.name: (score.accuracy.value, score.count) for score in scores}
-    missing = tuple(task for task in TASKS.values() if task.name not in there)
+    missing = tuple(task for task in TASKS.values() if task.name not in present)
     return VtabResult(method, tuple(scores), missing, group_means(found))
 
 
 def _probe_linear(vit: Model, task: Task, data: TaskData, batch_size: int, progress: Progress) -> TaskScore:
-    """C chosen on the 200, then learned from the 1,000."""
+    """Select C on the 200 validation images, then fit to all 1,000."""
     parts = []
     for source in (data.train, data.validation, data.test):
         with progress(f"{task.title}: features", len(source)) as advance:
             options: dict[str, Any] = {"preprocess": vit.preprocess, "spec": FeatureSpec(), "batch_size": batch_size}
             parts.append(extract_features(vit.net, source, device=vit.device, advance=advance, **options)[0])
-    learn, choose, test = parts
-    with progress(f"{task.title}: choosing C", logistic.SEARCH_FITS) as advance:
-        c = logistic.search_c(learn, choose, device=vit.device, advance=advance)
-    values, targets = (torch.cat([getattr(f, name) for f in (learn, choose)]) for name in ("values", "targets"))
-    fit = logistic.fit(Features(values, targets, learn.labels, task.title), c, device=vit.device)
-    right = int((fit.predict(test.values).cpu() == test.targets).sum())
-    return TaskScore(task, _proportion(right, len(test)), len(test), {"C": c})
+    train, validation, test = parts
+    with progress(f"{task.title}: selecting C", logistic.SEARCH_FITS) as advance:
+        c = logistic.search_c(train, validation, device=vit.device, advance=advance)
+    values, targets = (torch.cat([getattr(f, name) for f in (train, validation)]) for name in ("values", "targets"))
+    fit = logistic.fit(Features(values, targets, train.labels, task.title), c, device=vit.device)
+    correct = int((fit.predict(test.values).cpu() == test.targets).sum())
+    return TaskScore(task, _proportion(correct, len(test)), len(test), {"C": c})
 
 
 def _finetune_task(
@@ -148,24 +143,23 @@ def _finetune_task(
     device: str,
     out: Path,
 ) -> TaskScore:
-    """The learning_rate chosen on the 200, then learned from the 1,000."""
+    """Select the learning rate on the 200 validation images, then train on all 1,000."""
     out.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"recipe": "paper", "image_size": image_size, "device": device, "report": False}
     length = [f"duration={steps} steps"]
     best = learning_rates[0]
     if len(learning_rates) > 1:
-        some = _write_table(out / "800.parquet", {"train": [data.train], "validation": [data.validation]})
-        tried = {}
+        selection = _write_table(out / "800.parquet", {"train": [data.train], "validation": [data.validation]})
+        accuracies = {}
         for learning_rate in learning_rates:
             folder = out / f"800-lr-{learning_rate:g}"
-            run = _run_finetuning(model, some, folder, options, [*length, f"optim.lr={learning_rate:g}"])
-            tried[learning_rate] = run.scores.top1 if run.scores is not None else 0.0
-        best = max(learning_rates, key=lambda learning_rate: (tried[learning_rate], -learning_rate))
-    # Something has to be watched while the 1,000 learn; nothing is chosen by it.
-    whole = _write_table(
-        out / "1000.parquet", {"train": [data.train, data.validation], "validation": [data.validation]}
-    )
-    run = _run_finetuning(model, whole, out / f"1000-lr-{best:g}", options, [*length, f"optim.lr={best:g}"])
+            run = _run_finetuning(model, selection, folder, options, [*length, f"optim.lr={learning_rate:g}"])
+            accuracies[learning_rate] = run.scores.top1 if run.scores is not None else 0.0
+        best = max(learning_rates, key=lambda rate: (accuracies[rate], -rate))
+    # Training needs a validation split; here nothing is selected on it.
+    both = [data.train, data.validation]
+    final = _write_table(out / "1000.parquet", {"train": both, "validation": [data.validation]})
+    run = _run_finetuning(model, final, out / f"1000-lr-{best:g}", options, [*length, f"optim.lr={best:g}"])
     scores = _test_accuracy(run.model, data, device)
     return TaskScore(task, scores, len(data.test), {"lr": best})
 
@@ -178,29 +172,28 @@ def _run_finetuning(model: str, data: Path, folder: Path, options: dict[str, Any
 
 
 def _test_accuracy(vit: Model, data: TaskData, device: str) -> Estimate:
-    """On the test images, whose classes are found in the model by name."""
+    """Accuracy on the test split, whose classes are matched to the model's by name."""
     vit = vit.to(device)
     names = list(vit.labels or ())
-    there = torch.tensor([names.index(label) if label in names else -1 for label in data.test.labels])
+    outputs = torch.tensor([names.index(label) if label in names else -1 for label in data.test.labels])
     batches = evaluation_batches(data.test, preprocess=vit.preprocess.config, batch_size=64, device=vit.device)
     with batches:
-        scores = measure(
-            vit.net, _with_model_targets(batches, there), preprocess=vit.preprocess, num_classes=vit.config.num_classes
-        )
+        targets = _with_model_targets(batches, outputs)
+        scores = measure(vit.net, targets, preprocess=vit.preprocess, num_classes=vit.config.num_classes)
     return _proportion(round(scores.top1 * scores.count), int((data.test.targets >= 0).sum()))
 
 
-def _with_model_targets(batches: Any, there: torch.Tensor) -> Any:
-    """With the model's class numbers; a class it never saw is one it cannot name, and counts as wrong."""
+def _with_model_targets(batches: Any, outputs: torch.Tensor) -> Any:
+    """Batches with the model's class indices; images of a class that was not in training count as wrong."""
     from dataclasses import replace
 
     for batch in batches:
-        targets = torch.where(batch.targets.cpu() >= 0, there[batch.targets.cpu().clamp(min=0)], -1)
+        targets = torch.where(batch.targets.cpu() >= 0, outputs[batch.targets.cpu().clamp(min=0)], -1)
         yield replace(batch, targets=targets.to(batch.images.device))
 
 
 def _write_table(path: Path, parts: dict[str, list[Source]]) -> Path:
-    """Images as bytes with their labels and parts, in one Parquet file."""
+    """Write encoded images with their labels and splits to one Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -220,7 +213,7 @@ def _write_table(path: Path, parts: dict[str, list[Source]]) -> Path:
 
 
 def _image_bytes(sample: Sample) -> bytes:
-    """An image as a file holds it; pixels become PNG."""
+    """The encoded image; decoded pixels are encoded as PNG."""
     from PIL import Image
 
     image = sample.image
@@ -233,7 +226,7 @@ def _image_bytes(sample: Sample) -> bytes:
     return file.getvalue()
 
 
-def _proportion(right: int, count: int) -> Estimate:
-    found = proportion(right, count)
-    assert found is not None
-    return found
+def _proportion(correct: int, count: int) -> Estimate:
+    value = proportion(correct, count)
+    assert value is not None
+    return value

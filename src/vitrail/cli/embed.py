@@ -1,4 +1,4 @@
-"""`vitrail embed`: features of every image to a Parquet file, resumable."""
+"""`vitrail embed`: write the features of every image to a Parquet file."""
 
 from __future__ import annotations
 
@@ -26,37 +26,35 @@ Layer = Annotated[
         "--layer",
         "--layers",
         metavar="N,...",
-        help="Blocks to take features after (0: before the first, -1: the last), one after the other; or last.",
+        help="Block indices whose outputs are concatenated (0: the first block's input, -1: the last block), or last.",
     ),
 ]
 Pool = Annotated[
-    str, typer.Option("--pool", metavar="HOW", help="pooled (what the head sees), token, mean or token+mean.")
+    str, typer.Option("--pool", metavar="HOW", help="pooled (the head's input), token, mean or token+mean.")
 ]
 Norm = Annotated[bool, typer.Option("--norm/--no-norm", help="Apply the final norm to the layers' tokens.")]
-Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Where built-in data lies.")]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave unreadable images out without complaint.")]
-Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Images at a time.")]
+Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Folder of the built-in data sets.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip unreadable images; without it they are an error.")]
+Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Images per batch.")]
 
 
 def embed(
     model: ModelSpec = None,
     data: Data = None,
-    to: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="The Parquet file: features.parquet.")
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="The Parquet file, such as features.parquet.")
     ] = None,
     split: Annotated[
-        str, typer.Option(metavar="NAME", help="train, validation, test, or all that the data has.")
+        str, typer.Option(metavar="NAME", help="train, validation, test, or all splits of the data.")
     ] = "all",
     layer: Layer = "last",
     pool: Pool = "pooled",
     norm: Norm = True,
     feature_dtype: Annotated[
-        str, typer.Option("--feature-dtype", metavar="TYPE", help="Write float32, or float16: half as much.")
+        str, typer.Option("--feature-dtype", metavar="TYPE", help="float32, or float16 for half the file size.")
     ] = ("float32"),
-    normalize: Annotated[bool, typer.Option("--normalize", help="Scale each image's features to length one.")] = (
-        False
-    ),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    normalize: Annotated[bool, typer.Option("--normalize", help="Scale each feature vector to length 1.")] = (False),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     image_size: ImageSize = None,
     channels: Channels = None,
     root: Root = None,
@@ -69,24 +67,24 @@ def embed(
     skip_bad: SkipBad = False,
     as_json: Json = False,
 ) -> None:
-    """Write what a model makes of every image, for search or other tools: one row each, with its key.
+    """Write the features of every image to a Parquet file, for search or other tools.
 
     vitrail embed --model MODEL --data photos/ --out features.parquet
 
-    Interrupted or killed, the same command goes on where it stopped.
+    If it is interrupted or killed, the same command continues where it stopped.
     """
-    for name, value in (("--data SPEC", data), ("--out FILE", to)):
+    for name, value in (("--data SPEC", data), ("--out FILE", out)):
         if value is None:
-            raise ConfigError(f"embed needs {name} too: vitrail embed --data photos/ --out features.parquet.")
+            raise ConfigError(f"embed needs {name}: vitrail embed --data photos/ --out features.parquet.")
     assert data is not None
-    assert to is not None
-    if to.suffix.lower() not in (".parquet", ".pq"):
-        raise ConfigError(f"--out {to}: features are written as Parquet; call it {to.with_suffix('.parquet').name}.")
+    assert out is not None
+    if out.suffix.lower() not in (".parquet", ".pq"):
+        raise ConfigError(f"--out {out}: wanted a .parquet file; try {out.with_suffix('.parquet').name}.")
     own: dict[str, Any] = {"image_size": parse_size(image_size), "channels": channels}
-    told = parse_settings(changes)
     layers = parse_ints(layer, "--layer")
     own |= {"section": section, "family": family, "device": device, "dtype": dtype}
-    vit = open_model(model, overrides=told, require_classes=False, require_network=False, **own)
+    overrides = parse_settings(changes)
+    vit = open_model(model, overrides=overrides, require_classes=False, require_network=False, **own)
     from vitrail.api.embedding import IMAGES_PER_PART
     from vitrail.api.embedding import embed as run
     from vitrail.config import DataConfig
@@ -101,10 +99,10 @@ def embed(
             bar.advance(task, count)
 
         try:
-            made = run(
+            result = run(
                 vit,
                 DataConfig(source=data, root=root),
-                to,
+                out,
                 split=split,
                 spec=feature_spec(layers, pool, norm),
                 dtype=feature_dtype,
@@ -117,19 +115,20 @@ def embed(
         except KeyboardInterrupt:
             saved = done // IMAGES_PER_PART * IMAGES_PER_PART
             print_error(
-                f"stopped after {done:,} more images, {saved:,} of them saved; the same command goes on from there."
+                f"stopped after {done:,} more images, of which {saved:,} are saved; the same command continues there."
             )
             raise typer.Exit(130) from None
     if as_json:
-        report = {"file": str(made.path), "num_images": made.num_images, "width": made.width, "features": made.features}
-        typer.echo(json.dumps(report | {"unreadable": dict(made.unreadable)}, indent=2))
+        report: dict[str, Any] = {"file": str(result.path), "num_images": result.num_images, "width": result.width}
+        report |= {"features": result.features, "unreadable": dict(result.unreadable)}
+        typer.echo(json.dumps(report, indent=2))
     else:
-        images = f"{made.num_images:,} image{'s' * (made.num_images != 1)}"
-        print_plain(f"{made.path}: {images}, {made.width} features each ({made.features}).")
-    if made.unreadable and not skip_bad:
-        count = len(made.unreadable)
-        many = "image could not be read and is" if count == 1 else "images could not be read and are"
-        print_error(f"{count:,} {many} not in {made.path}; with --skip-bad that is no error.")
+        images = f"{result.num_images:,} image{'s' * (result.num_images != 1)}"
+        print_plain(f"{result.path}: {images}, {result.width} features each ({result.features}).")
+    if result.unreadable and not skip_bad:
+        count = len(result.unreadable)
+        images = "image" if count == 1 else "images"
+        print_error(f"skipped {count:,} unreadable {images}; add --skip-bad if this is not an error.")
         raise typer.Exit(1)
 
 

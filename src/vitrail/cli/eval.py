@@ -1,4 +1,4 @@
-"""`vitrail eval`: how well a model does on labeled images, and how sure one can be of that."""
+"""`vitrail eval`: measure a classifier on labeled images."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vitrail.evaluate.summary import Evaluation, SizeResult
 
 MAX_NAME_LENGTH = 30
-"""Letters of a class's name that are shown."""
+"""Characters of a class name that are shown."""
 
 Data = Annotated[
     str | None,
@@ -38,23 +38,23 @@ Sizes = Annotated[
     str | None,
     typer.Option("--image-size", metavar="SIZE,...", help="Another size, or several to compare: 160,224,288."),
 ]
-Flip = Annotated[bool, typer.Option("--flip", help="Each image and its mirror image: the mean of both.")]
+Flip = Annotated[bool, typer.Option("--flip", help="Average the probabilities of each image and its mirror image.")]
 Protocol = Annotated[
-    str, typer.Option(metavar="NAME", help="auto; imagenet: classes by WordNet number alone; real: ImageNet-ReaL too.")
+    str, typer.Option(metavar="NAME", help="auto; imagenet: match classes by WordNet ID only; real: add ImageNet-ReaL.")
 ]
 Real = Annotated[
-    Path | None, typer.Option("--real", metavar="FILE", help="ImageNet-ReaL's labels; without it, timm's copy.")
+    Path | None, typer.Option("--real", metavar="FILE", help="ImageNet-ReaL's labels. Default: timm's copy.")
 ]
-Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Where built-in data lies.")]
-HeldOut = Annotated[bool, typer.Option("--held-out", help="Only the images that training would hold out of this data.")]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave unreadable images out instead of refusing.")]
-Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Images at a time.", show_default="32, GPU 256")]
-Bins = Annotated[int, typer.Option(min=1, metavar="N", help="Bins of the calibration error.")]
-Worst = Annotated[int, typer.Option(min=0, metavar="N", help="How many of the worst classes to list.")]
+Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Folder of the built-in data sets.")]
+HeldOut = Annotated[bool, typer.Option("--held-out", help="Measure only the images that training would hold out.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip unreadable images; without it they are an error.")]
+Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Images per batch.", show_default="32, GPU 256")]
+Bins = Annotated[int, typer.Option(min=1, metavar="N", help="Number of calibration bins.")]
+Worst = Annotated[int, typer.Option(min=0, metavar="N", help="Number of worst classes to list.")]
 Out = Annotated[
-    Path | None, typer.Option("--out", "-o", metavar="DIR", help="Write figures, tables and every prediction here.")
+    Path | None, typer.Option("--out", "-o", metavar="DIR", help="Write figures, tables and all predictions here.")
 ]
-Formats = Annotated[str, typer.Option("--format", metavar="LIST", help="Of the figures: png, svg, npz.")]
+Formats = Annotated[str, typer.Option("--format", metavar="LIST", help="Formats of the figures: png, svg, npz.")]
 
 
 def evaluate(
@@ -82,7 +82,7 @@ def evaluate(
     formats: Formats = "png",
     as_json: Json = False,
 ) -> None:
-    """Measure a classifier: accuracy, loss, calibration, the worst classes; each number with its interval.
+    """Measure a classifier: accuracy, loss, calibration and the worst classes, with 95 % intervals.
 
     vitrail eval --model MODEL --data photos/ --out measured/
     """
@@ -96,19 +96,19 @@ def evaluate(
     if to is not None:
         from vitrail.report.evaluation_files import check_formats, write_evaluation
 
-        check_formats(kinds)  # before the work, not after it
+        check_formats(kinds)  # fail before the work, not after it
     from vitrail.weights.model_info import strip_local_folders
 
     with log_on_main_process():
-        alone = sizes[0] if sizes is not None and len(sizes) == 1 else None
+        only_size = sizes[0] if sizes is not None and len(sizes) == 1 else None
         options: dict[str, Any] = {
-            "image_size": alone,
+            "image_size": only_size,
             "labels": labels,
             "section": section,
             "family": family,
             "dtype": dtype,
         }
-        where = device if engine == "auto" else "cpu"  # it is moved to where it is measured
+        where = device if engine == "auto" else "cpu"  # evaluate() moves it to the device
         vit = open_with_engine(
             model, engine, calibrate=calibrate, overrides=own, require_classes=False, device=where, **options
         )
@@ -152,16 +152,15 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def format_evaluation(found: Evaluation, worst: int) -> Iterator[RenderableType]:
-    """What people read, from top to bottom."""
+    """The printed result, from top to bottom."""
     first = found.first
-    there = len(first.per_class.present)
+    present, outputs = len(first.per_class.present), len(found.labels)
     yield Text(f"{found.model} on {found.data}", style="bold")
-    count = f"{first.scores.count:,} {'image' if first.scores.count == 1 else 'images'}"
-    of = f"of {there:,} {'class' if there == 1 else 'classes'}" + (
-        f", {len(found.labels):,} known" * _has_absent_classes(found)
-    )
+    images = f"{first.scores.count:,} {'image' if first.scores.count == 1 else 'images'}"
+    of_all = f"{present:,} of {outputs:,}" if present < outputs else f"{present:,}"
+    classes = f"{of_all} {'class' if outputs == 1 else 'classes'}"
     size_ = "" if len(found.sizes) > 1 else f", {_format_size(first)} px"
-    yield Text(f"{count} {of}{size_}{', each with its mirror image' if found.flip else ''}\n", style="dim")
+    yield Text(f"{images}, {classes}{size_}{', averaged with mirror images' if found.flip else ''}\n", style="dim")
     if len(found.sizes) > 1:
         yield _sizes_table(found)
     else:
@@ -171,16 +170,12 @@ def format_evaluation(found: Evaluation, worst: int) -> Iterator[RenderableType]
         yield _worst_classes_table(found, first, rows)
     if found.unreadable:
         bad = len(found.unreadable)
-        many = "image could not be read and was" if bad == 1 else "images could not be read and were"
-        yield Text(f"\n{bad:,} {many} left out.", style="dim")
-
-
-def _has_absent_classes(found: Evaluation) -> bool:
-    return len(found.first.per_class.present) < len(found.labels)
+        images = "image" if bad == 1 else "images"
+        yield Text(f"\n{bad:,} unreadable {images} skipped.", style="dim")
 
 
 def _scores_table(found: Evaluation, measured: SizeResult) -> Table:
-    """One number to a line, and dim beside it how far it may be off; in a narrow window all but it may wrap."""
+    """One metric per row with its interval; in a narrow window everything except the value may wrap."""
     table = Table(box=None, show_header=True, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("", overflow="fold")
     table.add_column("", justify="right", no_wrap=True)
@@ -188,44 +183,44 @@ def _scores_table(found: Evaluation, measured: SizeResult) -> Table:
     table.add_column("", style="dim")
     count, real = measured.scores.count, measured.real
     if measured.mean_average_precision is not None:
-        table.add_row("mAP", *_format_percent(measured.mean_average_precision, count), "mean over the classes")
+        table.add_row("mAP", *_format_percent(measured.mean_average_precision, count), "mean over classes")
     for name, value in (("top-1", measured.top1), ("top-5", measured.top5)):
         if value is not None:
             table.add_row(name, *_format_percent(value, count), "")
     if real is not None:
-        of = f"of {real.count:,} with ReaL labels"
+        of = f"{real.count:,} images with ReaL labels"
         table.add_row("ReaL top-1", *_format_percent(real.top1, real.count), of)
-        table.add_row("ReaL top-5", *_format_percent(real.top5, real.count), "one of five is a label")
+        table.add_row("ReaL top-5", *_format_percent(real.top5, real.count), "")
     table.add_row("loss", *_format_loss(measured.loss), "")
     if measured.calibration is not None:
-        lean = measured.calibration.overconfidence
-        how = "too sure by" if lean > 0 else "not sure enough by"
-        about = f"{how} {100 * abs(lean):.1f} %" if math.isfinite(lean) and abs(lean) >= 5e-4 else ""
+        gap = measured.calibration.overconfidence
+        how = "overconfident by" if gap > 0 else "underconfident by"
+        about = f"{how} {100 * abs(gap):.1f} %" if math.isfinite(gap) and abs(gap) >= 5e-4 else ""
         table.add_row("calibration error", *_format_percent(measured.calibration.error, count), about)
     throughput = measured.throughput
-    table.add_row("images a second", f"{throughput.total:,.0f}", "", f"the network alone {throughput.network:,.0f}")
+    table.add_row("images/s", f"{throughput.total:,.0f}", "", f"network alone {throughput.network:,.0f}")
     return table
 
 
 def _sizes_table(found: Evaluation) -> Table:
-    """A line for each size, and dim beneath it images a second and the intervals."""
+    """Two rows per size: the values; below, dimmed, images/s and the intervals."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    several = found.multi_label
-    heads = ["size", "mAP, %" if several else "top-1, %", "top-5, %", "loss", "ECE, %"]
-    heads += [] if several else [f"against {_format_size(found.first)}"]
+    multi_label = found.multi_label
+    heads = ["size", "mAP, %" if multi_label else "top-1, %", "top-5, %", "loss", "ECE, %"]
+    heads += [] if multi_label else [f"vs {_format_size(found.first)}"]
     for head in heads:
         table.add_column(head, no_wrap=True)
     for m in found.sizes:
         count = m.scores.count
         error = None if m.calibration is None else m.calibration.error
-        shares = [m.mean_average_precision if several else m.top1, m.top5, error]
-        cells = [("–", "") if e is None else _format_percent(e, count) for e in shares]
+        fractions = [m.mean_average_precision if multi_label else m.top1, m.top5, error]
+        cells = [("–", "") if e is None else _format_percent(e, count) for e in fractions]
         cells.insert(2, _format_loss(m.loss))
-        if not several:
+        if not multi_label:
             change = ("", "") if m.top1_change is None else _format_percent(m.top1_change, count, signed=True)
             cells.append(change)
         values, ranges = ([cell[i].removesuffix(" %") for cell in cells] for i in (0, 1))
-        ranges = [text if text[:1] in "+-" else text.replace(" to ", "–") for text in ranges]  # 80 columns
+        ranges = [text if text[:1] in "+-" else text.replace(" to ", "–") for text in ranges]  # fits 80 columns
         table.add_row(_format_size(m), *values)
         table.add_row(*(Text(text, style="dim") for text in (f"{m.throughput.total:,.0f}/s", *ranges)))
     return table
@@ -241,26 +236,26 @@ def _worst_classes_table(found: Evaluation, measured: SizeResult, rows: list[int
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     where = f" at {_format_size(measured)}" if len(found.sizes) > 1 else ""
     table.add_column(f"worst classes{where}", max_width=MAX_NAME_LENGTH, overflow="fold")
-    for head in ("AP" if precise is not None else "found", "of"):
+    for head in ("AP" if precise is not None else "recall", "images"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("" if precise is not None else "95 % interval", style="dim", no_wrap=True)
     wide = console.out.width >= 60
     if wide:
-        table.add_column("" if precise is not None else "said instead")
+        table.add_column("" if precise is not None else "predicted instead")
     for k in rows:
-        share = classes.recall[k] if precise is None else precise[k]
+        value = classes.recall[k] if precise is None else precise[k]
         low, high = wilson_interval(classes.correct[k], classes.support[k])
         instead = ", ".join(
             f"{names[other]}{f' ({n})' if n > 1 else ''}" for other, n in mistaken_for(measured.samples, k)
         )
-        between = f"{100 * low:.0f} to {100 * high:.0f}" if precise is None else ""
-        row = (names[k], f"{100 * share:.0f} %", f"{classes.support[k]:,}", between)
+        interval = f"{100 * low:.0f} to {100 * high:.0f}" if precise is None else ""
+        row = (names[k], f"{100 * value:.0f} %", f"{classes.support[k]:,}", interval)
         table.add_row(*row, *[Text(instead, no_wrap=True, overflow="ellipsis")] * wide)
     return table
 
 
 def _format_percent(estimate: Estimate, count: int, *, signed: bool = False) -> tuple[str, str]:
-    """74.3 % and 71.6 to 77.0; two decimals where so many images give them a meaning."""
+    """74.3 % and 71.6 to 77.0; two decimals with at least 5,000 images."""
     digits, plus = (2 if count >= 5000 else 1), "+" if signed else ""
     value, low, high = (f"{100 * v:{plus}.{digits}f}" for v in (estimate.value, estimate.low, estimate.high))
     return f"{value} %", f"{low} to {high}"

@@ -1,4 +1,4 @@
-"""`vitrail probe`: how good a model's features are."""
+"""`vitrail probe`: measure a model's features with simple classifiers."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ def probe(
         typer.Option(
             "--features",
             metavar="FILE",
-            help="Instead of --model and --data: what vitrail embed wrote; twice for train and test.",
+            help="Instead of --model and --data: a file written by vitrail embed; give it twice for train and test.",
         ),
     ] = None,
     method: Annotated[str, typer.Option(metavar="NAME,...", help="fewshot, knn, logistic, or all.")] = "all",
     shots: Annotated[
         str | None,
         typer.Option(
-            metavar="N,...", help="Few-shot: images of each class; without it 1,5,10,25, where there are so many."
+            metavar="N,...", help="Few-shot: images per class. Default: 1,5,10,25, as far as all classes have them."
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Few-shot: choices of them to average over.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Few-shot: choices of shots to average over.")] = 3,
     k: Annotated[
-        str | None, typer.Option("--k", metavar="N,...", help="Neighbors that vote; without it 20, or all there are.")
+        str | None, typer.Option("--k", metavar="N,...", help="k-NN: number of neighbors. Default: 20, or all images.")
     ] = None,
     vote: Annotated[
-        str, typer.Option(metavar="HOW", help="weighted: by exp(cosine / 0.07), as DINO; or uniform.")
+        str, typer.Option(metavar="HOW", help="k-NN: weighted by exp(cosine / 0.07), as in DINO, or uniform.")
     ] = "weighted",
     c: Annotated[
-        float | None, typer.Option("--c", metavar="C", help="Of logistic regression; without it, chosen.")
+        float | None, typer.Option("--c", metavar="C", help="Logistic regression: C. Default: searched.")
     ] = None,
     layer: Layer = "last",
     pool: Pool = "pooled",
     norm: Norm = True,
     max_images: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Use no more images of each part than this.")
+        int | None, typer.Option(min=2, metavar="N", help="Use at most this many images of each split.")
     ] = None,
     image_size: ImageSize = None,
     channels: Channels = None,
@@ -73,7 +73,7 @@ def probe(
     skip_bad: SkipBad = False,
     as_json: Json = False,
 ) -> None:
-    """Measure frozen features with simple classifiers: learned from the training part, tested on the test part.
+    """Measure frozen features: fit simple classifiers to the training split and test them on the test split.
 
     vitrail probe --model MODEL --data cifar10 --method knn
     """
@@ -82,7 +82,7 @@ def probe(
         raise ConfigError(f"probe needs --data SPEC, or --features FILE that vitrail embed wrote; got {got}.")
     if vote not in ("weighted", "uniform"):
         raise ConfigError(f"--vote wants weighted or uniform, got {vote!r}.")
-    layers, told = parse_ints(layer, "--layer"), parse_settings(changes)
+    layers, overrides = parse_ints(layer, "--layer"), parse_settings(changes)
     given = {
         name: None if text is None else parse_ints(text, option)
         for name, text, option in (("shots", shots, "--shots"), ("ks", k, "--k"))
@@ -105,7 +105,7 @@ def probe(
             "section": section,
             "family": family,
         }
-        vit = open_model(model, overrides=told, require_classes=False, device=device, dtype=dtype, **own)
+        vit = open_model(model, overrides=overrides, require_classes=False, device=device, dtype=dtype, **own)
         config = DataConfig(source=str(data), root=root, skip_bad=skip_bad)
         found = run(
             vit,
@@ -126,21 +126,19 @@ def probe(
 
 @contextmanager
 def show_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar while something is under way."""
+    """Show a progress bar inside the context."""
     with progress_bar() as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
 
 
 def format_probe(found: ProbeResult) -> Iterator[RenderableType]:
-    """What was measured, then one classifier to a line."""
-    images = (
-        f"{found.num_train:,} images of {found.num_classes} classes to learn from, {found.num_test:,} to measure on"
-    )
-    yield Text(f"{images}\n{found.width} features of each, as the network has them\n", style="dim")
+    """The data, then one classifier per row."""
+    images = f"{found.num_train:,} training images, {found.num_test:,} test images, {found.num_classes} classes"
+    yield Text(f"{images}\n{found.width} features per image, network frozen\n", style="dim")
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
     for name in ("", "", "accuracy", "95 % interval", ""):
-        number = name == "accuracy"  # which a narrow window must not cut off
+        number = name == "accuracy"  # must not be cut off in a narrow window
         table.add_column(name, no_wrap=number, overflow="fold", justify="right" if number else "left")
     before = ""
     for score in found.scores:
@@ -153,6 +151,6 @@ def _row(score: ProbeScore) -> tuple[str, str, Text, Text]:
     value = score.accuracy
     spread = "" if score.spread is None else f"± {100 * score.spread:.1f} over {score.details['seeds']} seeds"
     if score.details.get("at_edge"):
-        spread = "C is at the edge of its range; --c tries others"
+        spread = "C is at the edge of the searched range; try others with --c"
     interval = Text(f"{100 * value.low:.1f} to {100 * value.high:.1f}", style="dim")
     return score.name, f"{100 * value.value:.2f} %", interval, Text(spread, style="dim")

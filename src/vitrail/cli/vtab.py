@@ -1,4 +1,4 @@
-"""`vitrail vtab`: a model on the tasks of VTAB-1k that are on this machine."""
+"""`vitrail vtab`: measure a model on the VTAB-1k tasks found on this machine."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
 def vtab(
     model: ModelSpec = None,
     root: Annotated[
-        Path | None, typer.Option("--root", metavar="DIR", help="A folder that holds a folder for each task.")
+        Path | None, typer.Option("--root", metavar="DIR", help="A folder with a folder for each task.")
     ] = None,
-    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Some of the tasks; without it, all there are.")] = "",
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks to run. Default: all that are found.")] = "",
     method: Annotated[
-        str, typer.Option(metavar="HOW", help="finetune: the protocol; linear: on frozen features, quick.")
+        str, typer.Option(metavar="HOW", help="finetune: the full protocol; linear: on frozen features, fast.")
     ] = "finetune",
     learning_rates: Annotated[
-        str, typer.Option("--lr", metavar="LR,...", help="Fine-tuning: rates that the 200 choose from.")
+        str, typer.Option("--lr", metavar="LR,...", help="Fine-tuning: learning rates to select from.")
     ] = "0.003,0.01,0.03",
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Fine-tuning: its length.")] = 2500,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Fine-tuning: number of steps.")] = 2500,
     image_size: ImageSize = None,
-    to: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where fine-tuned runs go.")] = Path(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for the fine-tuning runs.")] = Path(
         "runs/vtab"
     ),
     batch_size: Batch = 64,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """The VTAB-1k protocol: 800 images learn and 200 choose, then 1,000 learn, and the whole test part decides.
+    """Run VTAB-1k: select settings with 800 + 200 images, train on all 1,000, and measure the whole test split.
 
     vitrail vtab --model MODEL --root vtab-1k/ --method linear
     """
     if root is None:
-        raise ConfigError("vtab needs --root DIR: a folder that holds one for each task, as docs/evaluation.md says.")
+        raise ConfigError("vtab needs --root DIR: a folder with a folder for each task, as in docs/evaluation.md.")
     if model is None:
-        raise ConfigError("vtab needs --model MODEL: what ships with vitrail is too small to learn these tasks from.")
+        raise ConfigError("vtab needs --model MODEL: the model that ships with vitrail is too small for these tasks.")
     try:
         chosen = tuple(float(text) for text in learning_rates.split(","))
     except ValueError:
@@ -68,7 +68,7 @@ def vtab(
         steps=steps,
         image_size=parse_size(image_size),
         device=device,
-        out=to,
+        out=out,
         batch_size=batch_size,
         progress=show_progress,
     )
@@ -80,16 +80,16 @@ def vtab(
 
 
 def format_vtab(found: VtabResult, root: Path) -> Iterator[RenderableType]:
-    """Tasks by group, the means, and what is missing."""
+    """Accuracies by task and group, the means, and the missing tasks."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("group", "task", "accuracy", "95 % interval", "test", "chosen"):
-        number = name in ("accuracy", "test")  # which a narrow window must not cut off
+    for name in ("group", "task", "accuracy", "95 % interval", "test images", "selected"):
+        number = name in ("accuracy", "test images")  # must not be cut off in a narrow window
         table.add_column(name, no_wrap=number, overflow="fold", justify="right" if number else "left")
     before = ""
     for score in found.scores:
         value, group = score.accuracy, score.task.group
         chosen = ", ".join(f"{name} {number:.3g}" for name, number in score.chosen.items())
-        chosen += ", at the edge of its range" * score.at_edge
+        chosen += ", at the edge of the searched range" * score.at_edge
         row = (*_format_estimate(value), f"{score.count:,}", Text(chosen, style="dim"))
         table.add_row(group if group != before else "", score.task.title, *row)
         before = group
@@ -98,14 +98,14 @@ def format_vtab(found: VtabResult, root: Path) -> Iterator[RenderableType]:
     yield table
     if found.missing:
         names = ", ".join(task.name for task in found.missing)
-        yield Text(f"\n{len(found.missing)} of 19 tasks are not here, so there is no VTAB score: {names}.")
+        yield Text(f"\n{len(found.missing)} of 19 tasks are missing, so there is no VTAB score: {names}.")
         yield Text(
-            f"Put each in a folder of its name in {root}: train800.txt, val200.txt and test.txt (`path label` on a "
+            f"Put each in a folder of its name in {root}: train800.txt, val200.txt and test.txt (`path label` on each "
             "line) with the images, or train/ and test/ with a folder for each class.",
             style="dim",
         )
 
 
 def _format_estimate(value: Estimate) -> tuple[str, Text]:
-    """A share and its interval."""
+    """A proportion and its interval."""
     return f"{100 * value.value:.2f} %", Text(f"{100 * value.low:.1f} to {100 * value.high:.1f}", style="dim")
