@@ -199,7 +199,7 @@ def test_several_labels_have_average_precisions_with_an_interval(tmp_path: Path)
     assert found.first.scores.average_precisions is not None
     assert "average_precision" in found.to_dict()["sizes"][0]["per_class"][0]
     assert evaluated(model(small()), tmp_path / "labels.csv").notes == (
-        "images have several labels and the model was made to give one: its outputs are read as a yes or no each",
+        "the data is multi-label and the model single-label: each output is read as a separate probability",
     )
     written = write_evaluation(found, tmp_path / "out")
     assert {p.name for p in written} >= {"classes.png", "predictions.csv"}
@@ -209,7 +209,7 @@ def test_several_labels_have_average_precisions_with_an_interval(tmp_path: Path)
 def test_one_class_can_be_measured_and_what_cannot_be_said_is(vit: vitrail.Model, tmp_path: Path):
     found = evaluated(vit, image_folder(tmp_path / "photos", {"cat": 4}))
     assert found.first.scores.count == 4
-    assert found.notes == ("every image is of one class, 'cat': how well others are told from it cannot be said",)
+    assert found.notes == ("all images have one class, 'cat': how well others are told from it cannot be said",)
     write_evaluation(found, tmp_path / "out")
     assert not (tmp_path / "out" / "confusion.png").exists()
 
@@ -267,7 +267,7 @@ def test_real_labels_stand_beside_the_plain_ones(tmp_path: Path, monkeypatch: py
 def test_a_protocol_that_does_not_exist_is_refused(vit: vitrail.Model, album: Path):
     with pytest.raises(ConfigError, match="did you mean 'imagenet'"):
         evaluated(vit, album, protocol="imagnet")
-    with pytest.raises(DataError, match="no WordNet numbers"):
+    with pytest.raises(DataError, match="no WordNet IDs"):
         evaluated(vit, album, protocol="imagenet")
 
 

@@ -33,7 +33,7 @@ def classes(tmp_path: Path) -> Path:
 def test_every_image_has_a_row(vitrail, weights, classes, tmp_path):
     out = tmp_path / "features.parquet"
     result = vitrail("embed", "-m", weights, "--data", classes, "--out", out)
-    assert (result.status, result.out) == (0, f"{out}: 11 images, 128 features each (what the head sees).\n")
+    assert (result.status, result.out) == (0, f"{out}: 11 images, 128 features each (head input).\n")
     table = pq.read_table(out)
     assert table.column_names == ["key", "split", "label", "target", "embedding"]
     assert table["split"].to_pylist() == ["train"] * 7 + ["test"] * 4
@@ -43,7 +43,7 @@ def test_every_image_has_a_row(vitrail, weights, classes, tmp_path):
     wanted = package.load(weights).embed([classes / key for key in keys])
     assert np.stack(table["embedding"].to_pylist()) == pytest.approx(wanted.numpy(), abs=1e-5)
     said = json.loads(table.schema.metadata[b"vitrail"])
-    assert (said["features"], said["vitrail"], said["data"]) == ("what the head sees", package.__version__, "data")
+    assert (said["features"], said["vitrail"], said["data"]) == ("head input", package.__version__, "data")
 
 
 def test_options_choose_what_is_kept(vitrail, weights, classes, tmp_path):
@@ -108,7 +108,7 @@ def test_a_file_that_is_there_is_not_made_again(vitrail, weights, classes, tmp_p
     assert (result.status, out.stat().st_mtime_ns) == (0, before)
     assert any("complete already" in note for note in result.notes)
     [said] = vitrail(*command, "--layer", "1").problems
-    assert said.startswith(f"{out} was made with features=what the head sees, not layer 1, token;")
+    assert said.startswith(f"{out} was made with features=head input, not layer 1, token;")
     assert vitrail(*command, "--layer", "1", "--overwrite").status == 0
     assert pq.read_table(out).schema.field("embedding").type.list_size == 128
 
@@ -130,8 +130,8 @@ def test_unreadable_images_are_named_and_left_out(vitrail, weights, classes, tmp
         (("--layer", "13"), "there is no layer 13 of 2; wanted 0 to 2."),
         (("--layer", "x"), "--layer wants whole numbers such as 5 or 1,5,10, got 'x'."),
         (("--pool", "max"), "no pooling is called 'max'; there is mean, pooled, token, token+mean."),
-        (("--feature-dtype", "int8"), "features cannot be kept as 'int8'; there is float16, float32."),
-        (("--split", "tset"), "no split is called 'tset'; did you mean 'test'?"),
+        (("--feature-dtype", "int8"), "features cannot be stored as 'int8'; there is float16, float32."),
+        (("--split", "tset"), "there is no split 'tset'; did you mean 'test'?"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(vitrail, weights, classes, tmp_path, options, sentence):

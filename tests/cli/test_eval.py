@@ -55,7 +55,7 @@ def test_every_number_has_its_interval_beside_it(measured, album: Path):
     for words in found.values():
         number, low, high = (float(w) for w in [w for w in words if w.replace(".", "").isdigit()][:3])
         assert low <= number <= high
-    assert any(line.startswith("images a second") for line in lines)
+    assert any(line.startswith("images/s") for line in lines)
 
 
 def test_the_worst_classes_are_listed_with_what_was_said_instead(measured, album: Path):
@@ -117,7 +117,7 @@ def test_results_are_all_that_is_on_standard_output(measured, album: Path, tmp_p
         (["--image-size", "30"], "patch_size=8 leaves 6 px"),
         (["--image-size", "32,30"], "patch_size=8 leaves 6 px"),
         (["--image-size", "32,x"], "--image-size wants 384 or 384x288"),
-        (["--protocol", "imagenet"], "no WordNet numbers"),
+        (["--protocol", "imagenet"], "no WordNet IDs"),
         (["--protocol", "imgnet"], "did you mean 'imagenet'"),
         (["--real", "nowhere.json"], "nowhere.json cannot be read"),
         (["--format", "jpg", "--out", "x"], "no format 'jpg'"),
@@ -140,7 +140,7 @@ def test_classes_that_do_not_match_are_refused(vitrail: Command, weights: Path, 
     result = vitrail("eval", "-m", weights, "--data", folder)
     assert (result.status, len(result.problems)) == (1, 1)
     assert (
-        "knows 1 of the 3 classes of photos (not rose, tulip): it has 5 of its own, such as cat" in result.problems[0]
+        "has 1 of the 3 classes of photos (not rose, tulip); it has 5 outputs, such as cat" in result.problems[0]
     )
 
 

@@ -120,4 +120,4 @@ def test_a_file_of_features_is_not_asked_for_classes(vitrail, album, headless, t
     result = vitrail("predict", album / "cat" / "0.png", "-m", path)
     assert result.problems == [f"{path} has no classes: it gives features, which vitrail embed writes."]
     made = vitrail("embed", "-m", path, "--data", album, "--out", tmp_path / "f.parquet")
-    assert (made.status, made.out.split(": ")[1]) == (0, "10 images, 128 features each (what the head sees).\n")
+    assert (made.status, made.out.split(": ")[1]) == (0, "10 images, 128 features each (head input).\n")

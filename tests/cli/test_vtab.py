@@ -59,7 +59,7 @@ def test_people_are_told_what_is_missing_and_how_to_lay_it_out(vitrail, weights,
     result = vitrail("vtab", "-m", weights, "--root", tasks, "--method", "linear", "--tasks", "SVHN", "--device", "cpu")
     lines = result.out.splitlines()
     assert lines[1].split()[:2] == ["Natural", "SVHN"]
-    assert "17 of 19 tasks are not here, so there is no VTAB score: caltech101, cifar100" in result.out
+    assert "17 of 19 tasks are missing, so there is no VTAB score: caltech101, cifar100" in result.out
     assert "train800.txt, val200.txt and test.txt" in result.out
 
 
@@ -68,8 +68,8 @@ def test_people_are_told_what_is_missing_and_how_to_lay_it_out(vitrail, weights,
     [
         (("--method", "magic"), "method='magic': wanted finetune or linear."),
         (("--lr", "fast"), "--lr wants numbers such as 0.003,0.01, got 'fast'."),
-        (("--tasks", "mnist"), "no task of VTAB is called 'mnist'"),
-        (("--tasks", "dtd"), "does not hold the task dtd; it wants a folder named dtd, say."),
+        (("--tasks", "mnist"), "VTAB has no task 'mnist'"),
+        (("--tasks", "dtd"), "does not contain the task dtd; wanted a folder such as dtd."),
     ],
 )
 def test_what_cannot_be_is_one_sentence(vitrail, weights, tasks, options, sentence):

@@ -226,7 +226,7 @@ def test_every_part_is_in_its_own_mode_again():
 
 def test_the_mode_comes_back_after_a_failure_too():
     net = Small().train()
-    with pytest.raises(ModelError, match="wanted 3 outputs an image"):
+    with pytest.raises(ModelError, match="wanted 3 outputs per image"):
         scores(net=net, num_classes=3)
     assert net.training
 

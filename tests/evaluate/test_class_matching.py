@@ -70,7 +70,7 @@ def test_assumed_names_are_matched_unless_as_many_others_go_by_order():
 
 @needs_timm
 def test_a_thousand_other_names_are_not_taken_for_imagenet():
-    with pytest.raises(DataError, match="knows none of the 1 classes"):
+    with pytest.raises(DataError, match="has none of the 1 classes"):
         match_classes(source(["n03888257"]), [f"thing {k}" for k in range(1000)], 1000)
 
 
@@ -103,7 +103,7 @@ def test_names_match_whatever_their_capitals_and_hyphens():
 
 
 def test_a_name_of_two_outputs_is_no_match():
-    with pytest.raises(DataError, match=r"knows 1 of the 2 classes of images \(not crane\)"):
+    with pytest.raises(DataError, match=r"has 1 of the 2 classes of images \(not crane\)"):
         match_classes(source(["crane", "hen"]), ["crane", "Crane", "hen"], 3)
 
 
@@ -112,9 +112,9 @@ def test_other_classes_are_refused_in_one_sentence_with_what_to_try():
     with pytest.raises(DataError) as caught:
         match_classes(source(["cat", "dog", "bird"]), labels, 1000)
     assert str(caught.value) == (
-        "the model knows none of the 3 classes of images (not cat, dog, bird): it has 1,000 of its own, such as "
-        "thing 0, thing 1, thing 2. Measure it on those, name its outputs with --labels FILE, or teach it these with "
-        "vitrail finetune."
+        "the model has none of the 3 classes of images (not cat, dog, bird); it has 1,000 outputs, such as "
+        "thing 0, thing 1, thing 2. Use data with those classes, name the outputs with --labels FILE, or train the "
+        "model on these classes with vitrail finetune."
     )
 
 
@@ -127,7 +127,7 @@ def test_a_class_without_images_may_be_unknown():
 def test_where_nobody_names_the_outputs_the_order_decides_and_is_said():
     found = match_classes(source(["cat", "dog"]), None, 2)
     assert (found.outputs.tolist(), found.method, found.labels) == ([0, 1], "order", ("cat", "dog"))
-    assert "in their order" in found.notes[0]
+    assert "by order" in found.notes[0]
 
 
 def test_classes_that_are_only_numbered_go_by_order():
@@ -148,12 +148,12 @@ def test_the_order_cannot_decide_where_counts_differ():
 
 
 def test_the_imagenet_protocol_insists_on_numbers():
-    with pytest.raises(DataError, match="no WordNet numbers"):
+    with pytest.raises(DataError, match="no WordNet IDs"):
         match_classes(source(["cat"]), ["cat"], 1, require_synsets=True)
 
 
 def test_images_without_labels_are_refused():
-    with pytest.raises(DataError, match="no labels to be right or wrong about"):
+    with pytest.raises(DataError, match="have no labels, so accuracy cannot be measured"):
         match_classes(source([], targets=[-1]), ["cat"], 1)
 
 
@@ -210,5 +210,5 @@ def test_numbers_that_are_names_are_not_matched_by_order():
     digits = source([str(i) for i in range(10)])
     words = [f"thing {chr(97 + i)}" for i in range(10)]
     assert match_classes(digits, words, 10).method == "order"
-    with pytest.raises(DataError, match="the model knows none of the 10 classes"):
+    with pytest.raises(DataError, match="the model has none of the 10 classes"):
         match_classes(digits, words, 10, labels_are_names=True)

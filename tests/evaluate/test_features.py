@@ -177,7 +177,7 @@ def test_no_images_and_several_labels_are_refused():
     options = {"preprocess": vit.preprocess, "spec": FeatureSpec(), "device": CPU}
     with pytest.raises(DataError, match="images has no images"):
         extract_features(vit.net, Images([], []), **options)
-    with pytest.raises(DataError, match="several labels to an image"):
+    with pytest.raises(DataError, match="is multi-label"):
         extract_features(vit.net, Images(random_images(2), np.ones((2, 3), bool)), **options)
 
 
@@ -229,7 +229,7 @@ def test_features_of_another_model_are_refused(tmp_path):
     written(tmp_path / "b.parquet", model="other")
     written(tmp_path / "c.parquet", labels=["x", "y", "z"])
     with pytest.raises(
-        DataError, match=r"b\.parquet has features of another model than .*a\.parquet \(other, not small\)"
+        DataError, match=r"b\.parquet was made with another model than .*a\.parquet \(other, not small\)"
     ):
         read_features([tmp_path / "a.parquet", tmp_path / "b.parquet"])
     with pytest.raises(DataError, match="has other classes"):
@@ -237,10 +237,10 @@ def test_features_of_another_model_are_refused(tmp_path):
 
 
 def test_what_is_no_file_of_features_is_refused(tmp_path):
-    with pytest.raises(NotFoundError, match="make it with vitrail embed"):
+    with pytest.raises(NotFoundError, match="create it with vitrail embed"):
         read_metadata(tmp_path / "none.parquet")
     (tmp_path / "x.parquet").write_bytes(b"something else")
-    with pytest.raises(DataError, match="is no file of features"):
+    with pytest.raises(DataError, match="is not a feature file"):
         read_metadata(tmp_path / "x.parquet")
 
 
@@ -249,17 +249,17 @@ def test_of_training_images_alone_a_tenth_is_held_out_and_that_is_said(tmp_path,
     train, test = read_features([tmp_path / "train.parquet"])
     assert 10 < len(test) < 35
     assert sorted(torch.cat([train.values, test.values])[:, 0].tolist()) == values[:, 0].tolist()
-    assert f"there are no test images: {len(test)} of 200 are held out to measure on" in caplog.text
+    assert f"there are no test images: {len(test)} of 200 are held out for testing" in caplog.text
     again = read_features([tmp_path / "train.parquet"])
     assert torch.equal(again[1].values, test.values)
 
 
 def test_without_anything_to_learn_from_two_files_are_asked_for(tmp_path):
     written(tmp_path / "test.parquet", split="test")
-    with pytest.raises(DataError, match="has only test images, and nothing to learn from; pass --features twice"):
+    with pytest.raises(DataError, match="has only test images, and nothing to train on; pass --features twice"):
         read_features([tmp_path / "test.parquet"])
     written(tmp_path / "few.parquet", targets=[0, 1, 2, -1, -1, -1, -1])
-    with pytest.raises(DataError, match=r"few\.parquet has no test images, and nothing can be held out: .* one image"):
+    with pytest.raises(DataError, match=r"few\.parquet has no test images, and none can be held out: .* one image"):
         read_features([tmp_path / "few.parquet"])
 
 
@@ -313,7 +313,7 @@ def test_a_second_process_is_refused_while_one_is_writing(tmp_path):
     }
     with file.lock():
         refused = subprocess.run(command, check=False, **options)
-    assert f"another process is writing {file.path}; wait for its end, or choose another --out." in refused.stderr
+    assert f"another process is writing {file.path}; wait for it to finish, or choose another --out." in refused.stderr
     assert subprocess.run(command, check=True, **options).stdout == "mine\n"
 
 

@@ -113,14 +113,14 @@ def test_too_few_of_a_class_is_one_sentence():
     train = clouds(4, 3, 6)
     train = train.subset(torch.arange(len(train) - 2))
     with pytest.raises(
-        DataError, match="5 shots want 5 of each class, and 'class 2' has 2 images \\(features\\); try --shots 2"
+        DataError, match="5 shots need 5 images of each class, and 'class 2' has 2 images \\(features\\); try --shots 2"
     ):
         predict_few_shot(train, train, 5, 0, device=CPU)
 
 
 def test_one_class_is_one_sentence():
     train = clouds(9, 1, 6)
-    with pytest.raises(DataError, match="all 9 images are 'class 0' \\(features\\); wanted two classes"):
+    with pytest.raises(DataError, match="all 9 images are 'class 0' \\(features\\); wanted at least two classes"):
         predict_few_shot(train, train, 5, 0, device=CPU)
 
 

@@ -80,20 +80,20 @@ def test_the_number_in_a_name_counts_from_one():
 
 @pytest.mark.parametrize("labels", [[[1], [2]], {"other.jpg": [1]}])
 def test_names_that_do_not_match_are_refused(labels: list[list[int]] | dict[str, list[int]]):
-    with pytest.raises(DataError, match="do not go with these images: they are called 000000 and the like"):
+    with pytest.raises(DataError, match="do not match these images: their names are like 000000"):
         valid_outputs(["000000", "000001"], labels, range(1000))
 
 
 @pytest.mark.parametrize("text", ["[[1000]]", "[[-1]]", '[["cat"]]', "[]", '"x"', '{"a": 3}', "[[true]]"])
 def test_a_file_without_such_labels_is_refused(tmp_path: Path, text: str):
     (tmp_path / "real.json").write_text(text)
-    with pytest.raises(ConfigError, match="holds no ReaL labels"):
+    with pytest.raises(ConfigError, match="has no ReaL labels"):
         read_real_labels(tmp_path / "real.json")
 
 
 def test_a_file_that_is_no_json_or_not_there_is_refused(tmp_path: Path):
     (tmp_path / "real.json").write_text("[[1]")
-    with pytest.raises(ConfigError, match="is no JSON"):
+    with pytest.raises(ConfigError, match="is not valid JSON"):
         read_real_labels(tmp_path / "real.json")
     with pytest.raises(NotFoundError, match="cannot be read"):
         read_real_labels(tmp_path / "none.json")
@@ -120,12 +120,12 @@ def test_a_thousand_outputs_in_another_order_go_by_their_numbers(monkeypatch: py
         monkeypatch.setattr("vitrail.evaluate.imagenet_real.timm_synsets", lambda listed=listed: listed)
         outputs, note = outputs_by_class(1000, own, own)
         assert [shuffled[output] for output in outputs] == list(range(1000))
-        assert note == ("" if listed else "the outputs' 1,000 WordNet numbers are taken for ImageNet-1k's")
+        assert note == ("" if listed else "the outputs' 1,000 WordNet IDs are assumed to be ImageNet-1k's")
 
 
 def test_numbers_of_other_things_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("vitrail.evaluate.imagenet_real.timm_synsets", lambda: tuple(numbers()))
-    with pytest.raises(DataError, match="none of the model's 2 outputs is a class of ImageNet-1k"):
+    with pytest.raises(DataError, match="none of the model's 2 outputs is an ImageNet-1k class"):
         outputs_by_class(2, ("n90000001", "n90000002"), None)
 
 
@@ -136,7 +136,7 @@ def test_without_numbers_the_names_decide_or_it_is_said_aloud(monkeypatch: pytes
     for unnamed in (None, tuple(map(str, range(1000)))):
         outputs, note = outputs_by_class(1000, None, unnamed)
         assert outputs == list(range(1000))
-        assert note == "for ImageNet-ReaL the model's 1,000 outputs are taken for ImageNet-1k's, in the usual order"
+        assert note == "for ImageNet-ReaL, the model's 1,000 outputs are assumed to be ImageNet-1k's in the standard order"
     with pytest.raises(DataError, match=r"are not ImageNet-1k's in their order.*--labels FILE"):
         outputs_by_class(1000, None, usual[::-1])
 

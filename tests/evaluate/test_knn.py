@@ -99,12 +99,12 @@ def test_progress_counts_every_query():
 
 @pytest.mark.parametrize("k", [0, 11])
 def test_more_neighbors_than_there_are_is_one_sentence(k: int):
-    with pytest.raises(ConfigError, match=rf"k={k} neighbors of a bank of 10 entries; wanted 1 to 10\."):
+    with pytest.raises(ConfigError, match=rf"k={k} neighbors in a bank of 10 entries; wanted 1 to 10\."):
         nearest_neighbors(features(10, 4), features(2, 4), k)
 
 
 def test_features_of_two_widths_are_refused():
-    with pytest.raises(DataError, match="4 numbers and the queries' 5"):
+    with pytest.raises(DataError, match="the bank has 4 features and the queries 5"):
         nearest_neighbors(features(10, 4), features(2, 5), 1)
 
 
@@ -146,7 +146,7 @@ def test_a_uniform_vote_counts_heads_and_ties_go_to_the_lower_class():
 
 def test_a_vote_of_more_than_were_looked_for_is_refused():
     near = nearest_neighbors(features(20, 4), features(2, 4), 3)
-    with pytest.raises(ConfigError, match="the nearest 3 were looked for"):
+    with pytest.raises(ConfigError, match="only the nearest 3 were searched for"):
         class_votes(near, torch.zeros(20, dtype=torch.int64), 1, 4)
 
 

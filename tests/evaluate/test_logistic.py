@@ -110,7 +110,7 @@ def test_a_best_c_at_the_edge_of_its_range_is_noted(
     c = search_c(some, some)
     assert c == pytest.approx(edge)
     assert logistic.is_at_range_edge(c)
-    assert f"the best C, {edge:g}, is at the edge of the range that was tried, 1e-06 to 1e+06" in caplog.text
+    assert f"the best C, {edge:g}, is at the edge of the searched range, 1e-06 to 1e+06" in caplog.text
 
 
 def test_few_noisy_images_want_a_small_c():
@@ -137,14 +137,14 @@ def test_many_features_go_to_torch(monkeypatch: pytest.MonkeyPatch):
 
 def test_one_class_is_one_sentence():
     train = overlapping(10, 1, 3)
-    with pytest.raises(DataError, match="wanted two classes or more"):
+    with pytest.raises(DataError, match="wanted at least two classes"):
         fit(train, 1.0)
 
 
 def test_one_image_of_each_class_leaves_c_at_one_and_says_so(caplog: pytest.LogCaptureFixture):
     seen: list[int] = []
     assert search_c(overlapping(1, 3, 4), advance=seen.append) == 1.0
-    assert "none can be kept aside to choose C by: it is 1" in caplog.text
+    assert "none can be held out to select C: C is 1" in caplog.text
     assert sum(seen) == logistic.SEARCH_FITS
 
 

@@ -40,7 +40,7 @@ def test_tasks_go_by_many_names():
         "smallnorb_azimuth",
     ]
     assert len(select_tasks([])) == 19
-    with pytest.raises(NotFoundError, match="no task of VTAB is called 'dtt'; did you mean 'dtd'"):
+    with pytest.raises(NotFoundError, match="VTAB has no task 'dtt'; did you mean 'dtd'"):
         select_tasks(["dtt"])
 
 
@@ -53,7 +53,7 @@ def test_a_task_is_there_where_its_folder_is(tmp_path):
 
 
 def test_no_folder_is_one_sentence(tmp_path):
-    with pytest.raises(NotFoundError, match="wanted one that holds a folder for each task"):
+    with pytest.raises(NotFoundError, match="wanted one that contains a folder for each task"):
         locate_tasks(tmp_path / "none", select_tasks([]))
 
 
@@ -77,7 +77,7 @@ def test_a_list_that_is_none_is_one_sentence(tmp_path, text):
     folder.mkdir()
     for name in ("train800", "val200", "test"):
         (folder / f"{name}.txt").write_text(text)
-    with pytest.raises(DataError, match=r"wanted a path, a space and a class number|names no images"):
+    with pytest.raises(DataError, match=r"wanted a path, a space and a class index|lists no images"):
         open_task(DTD, str(folder), tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_those_to_choose_by_come_from_the_validation_part_where_there_is_one():
 def test_fewer_images_are_parted_four_to_one_and_said(caplog):
     learn, choose = sample_train_validation(Images([b""] * 50), None, DTD)
     assert (len(learn), len(choose)) == (40, 10)
-    assert "DTD has 50 images to learn from, not 1,000: 40 learn, 10 choose." in caplog.text
+    assert "DTD has 50 images, not 1,000: 40 learn, 10 choose." in caplog.text
     with pytest.raises(DataError, match="too few to keep some aside"):
         sample_train_validation(Images([b""] * 3), None, DTD)
 

@@ -201,7 +201,7 @@ def read_features(paths: Sequence[Path]) -> tuple[Features, Features]:
     for name in MUST_MATCH:
         if metadata[0].get(name) != metadata[-1].get(name):
             raise DataError(
-                f"{paths[-1]} has another value of {name} than {paths[0]} ({_truncated(metadata[-1].get(name))}, not "
+                f"{paths[-1]} was made with another {name} than {paths[0]} ({_truncated(metadata[-1].get(name))}, not "
                 f"{_truncated(metadata[0].get(name))}); embed both with the same settings."
             )
     names = tuple(metadata[0].get("labels") or ())
