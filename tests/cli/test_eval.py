@@ -139,9 +139,7 @@ def test_classes_that_do_not_match_are_refused(vitrail: Command, weights: Path, 
     folder = images(tmp_path / "photos", {"rose": 2, "tulip": 2, "cat": 1})
     result = vitrail("eval", "-m", weights, "--data", folder)
     assert (result.status, len(result.problems)) == (1, 1)
-    assert (
-        "has 1 of the 3 classes of photos (not rose, tulip); it has 5 outputs, such as cat" in result.problems[0]
-    )
+    assert "has 1 of the 3 classes of photos (not rose, tulip); it has 5 outputs, such as cat" in result.problems[0]
 
 
 def test_a_model_without_classes_is_refused(vitrail: Command, headless: Path, album: Path):

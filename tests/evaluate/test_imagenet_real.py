@@ -136,8 +136,9 @@ def test_without_numbers_the_names_decide_or_it_is_said_aloud(monkeypatch: pytes
     for unnamed in (None, tuple(map(str, range(1000)))):
         outputs, note = outputs_by_class(1000, None, unnamed)
         assert outputs == list(range(1000))
-        assert note == "for ImageNet-ReaL, the model's 1,000 outputs are assumed to be ImageNet-1k's in the standard order"
-    with pytest.raises(DataError, match=r"are not ImageNet-1k's in their order.*--labels FILE"):
+        assumed = "assumed to be ImageNet-1k's in the standard order"
+        assert note == f"for ImageNet-ReaL, the model's 1,000 outputs are {assumed}"
+    with pytest.raises(DataError, match=r"are not ImageNet-1k's in the standard order.*--labels FILE"):
         outputs_by_class(1000, None, usual[::-1])
 
 

@@ -1,4 +1,4 @@
-"""Curves as inline SVG, colored by the page's style sheet for light and dark; each line is named where it ends."""
+"""Line charts as inline SVG, with light and dark colors from the page's style sheet and a label at each line's end."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Values = npt.NDArray[np.float64]
 WIDTH, HEIGHT = 420, 250
 LEFT, RIGHT, TOP, BOTTOM = 46, 110, 14, 34
 MAX_POINTS = 160
-"""Longer curves are drawn as means over so many stretches, on a band from the least to the most."""
+"""Longer curves are averaged over this many intervals and drawn with a band from minimum to maximum."""
 LABEL_HEIGHT = 27
-"""Height of a line's name and last value."""
+"""Height of a line's label: its last value and name."""
 MAX_NAME_LENGTH = 19
 """Characters of a curve's name."""
 
@@ -33,28 +33,28 @@ class Series:
     name: str
     curve: Curve
     color_index: int = 0
-    """Which run it belongs to: 0 is the one that is reported."""
+    """Index of its run: 0 is the reported one."""
     thin: bool = False
-    """Training curves are thin, so that what was measured stands out."""
+    """Draw a thin line, so that evaluations stand out from training curves."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over one pair of axes."""
+    """Curves on one pair of axes."""
 
     title: str
     series: tuple[Series, ...]
     format_value: Callable[[float], str]
-    """A value in words."""
+    """Formats a value."""
     x_label: str = "epoch"
     floor: float | None = None
-    """The vertical axis begins here at the latest."""
+    """The vertical axis starts here or lower."""
     ceiling: float | None = None
     log: bool = False
     format_tick: Callable[[float], str] | None = None
-    """The same in few characters, for the axis."""
+    """Formats an axis tick, in few characters."""
     label_lines: bool = True
-    """Whether lines are named, with their last values."""
+    """Whether to label lines with their names and last values."""
 
     @property
     def visible_series(self) -> tuple[Series, ...]:
@@ -62,13 +62,13 @@ class Chart:
 
 
 def needs_log_scale(curves: Sequence[Curve], spread: float = 30.0) -> bool:
-    """Whether values differ so much that a straight axis would hide the small ones."""
+    """Whether the range of values is so large that a linear axis would hide the small ones."""
     values = [y for _, ys in curves for y in ys.tolist()]
     return bool(values) and min(values) > 0 and max(values) / min(values) > spread
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers from low to high: at most about `count`."""
+    """Round numbers from low to high, about `count` at most."""
     if not high > low:
         return [low]
     raw = (high - low) / count
@@ -79,18 +79,18 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 10, 100 ...; with 2 and 5 between where there are few."""
+    """Powers of ten; with 2 and 5, or 3, in between if there are few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     marks = (1,) if len(powers) > 4 else (1, 3) if len(powers) > 3 else (1, 2, 5)
     return [t for t in (m * 10.0**p for p in powers for m in marks) if low * 0.999 <= t <= high * 1.001]
 
 
-def downsample(curve: Curve, most: int = MAX_POINTS) -> tuple[Values, Values, Values, Values]:
-    """x, mean, least and most of `most` stretches; a short curve comes back as it is."""
+def downsample(curve: Curve, max_points: int = MAX_POINTS) -> tuple[Values, Values, Values, Values]:
+    """x, mean, minimum and maximum over `max_points` intervals; a short curve is returned as it is."""
     x, y = curve
-    if len(x) <= most:
+    if len(x) <= max_points:
         return x, y, y, y
-    edges = np.linspace(0, len(x), most + 1).astype(int)
+    edges = np.linspace(0, len(x), max_points + 1).astype(int)
     parts = [(x[a:b], y[a:b]) for a, b in pairwise(edges)]
     means = [(px.mean(), py.mean(), py.min(), py.max()) for px, py in parts]
     columns = np.array(means).T
@@ -99,7 +99,7 @@ def downsample(curve: Curve, most: int = MAX_POINTS) -> tuple[Values, Values, Va
 
 @dataclass(frozen=True)
 class Axes:
-    """From values to places in the image."""
+    """Maps values to coordinates of the SVG."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -130,14 +130,14 @@ def axes_of(chart: Chart) -> Axes:
 
 
 def to_svg(chart: Chart) -> Markup:
-    """The chart as one inline SVG; empty where there is nothing to draw."""
+    """The chart as one inline SVG; empty if there is nothing to draw."""
     if not chart.visible_series:
         return Markup("")
     axes = axes_of(chart)
-    said = "; ".join(f"{s.name} ends at {chart.format_value(float(s.curve[1][-1]))}" for s in chart.visible_series)
+    ends = "; ".join(f"{s.name} ends at {chart.format_value(float(s.curve[1][-1]))}" for s in chart.visible_series)
     return tag(
         "svg",
-        tag("title", f"{chart.title}: {said}"),
+        tag("title", f"{chart.title}: {ends}"),
         _grid(chart, axes),
         *(_line(s, axes) for s in chart.visible_series),
         _line_labels(chart, axes),
@@ -162,13 +162,13 @@ def _grid(chart: Chart, axes: Axes) -> Markup:
 
 
 def _line(series: Series, axes: Axes) -> Markup:
-    x, mean, least, most = downsample(series.curve)
+    x, mean, low, high = downsample(series.curve)
     across = [axes.to_x(v) for v in x]
     parts = []
-    if least is not mean:
-        there = [(a, axes.to_y(v)) for a, v in zip(across, most, strict=True)]
-        back = [(a, axes.to_y(v)) for a, v in zip(across, least, strict=True)][::-1]
-        parts.append(tag("path", d=_path(there + back) + "Z", cls="band"))
+    if low is not mean:
+        upper = [(a, axes.to_y(v)) for a, v in zip(across, high, strict=True)]
+        lower = [(a, axes.to_y(v)) for a, v in zip(across, low, strict=True)][::-1]
+        parts.append(tag("path", d=_path(upper + lower) + "Z", cls="band"))
     points = [(a, axes.to_y(v)) for a, v in zip(across, mean, strict=True)]
     parts.append(tag("path", d=_path(points), cls="curve"))
     if len(points) == 1 or (not series.thin and len(points) <= 40):
@@ -181,35 +181,33 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _line_labels(chart: Chart, axes: Axes) -> Markup:
-    """Each line's last value and name beside its end, moved apart where they would overlap."""
+    """Each line's last value and name next to its end, moved apart if they would overlap."""
     ends = [axes.to_y(float(downsample(s.curve)[1][-1])) for s in chart.visible_series]
-    places = spread_labels(ends, LABEL_HEIGHT, TOP + 4, HEIGHT - BOTTOM - 16)
+    positions = spread_labels(ends, LABEL_HEIGHT, TOP + 4, HEIGHT - BOTTOM - 16)
     parts = []
     named = chart.visible_series if chart.label_lines else ()
     names = unique_abbreviations([series.name for series in named], MAX_NAME_LENGTH)
-    for series, end, place, brief in zip(named, ends, places, names, strict=False):
+    for series, end, y, short_name in zip(named, ends, positions, names, strict=False):
         x = axes.to_x(float(series.curve[0][-1]))
         cls = f"run{series.color_index % 5}{' quiet' if series.thin else ''}"
-        lead = tag("path", d=f"M{x + 4:.1f} {end:.1f}L{WIDTH - RIGHT + 8:.1f} {place:.1f}", cls="lead")
-        value = tag(
-            "text", chart.format_value(float(series.curve[1][-1])), x=WIDTH - RIGHT + 12, y=place + 1, cls="value"
-        )
-        name = tag("text", brief, x=WIDTH - RIGHT + 12, y=place + 13, cls="name")
+        lead = tag("path", d=f"M{x + 4:.1f} {end:.1f}L{WIDTH - RIGHT + 8:.1f} {y:.1f}", cls="lead")
+        value = tag("text", chart.format_value(float(series.curve[1][-1])), x=WIDTH - RIGHT + 12, y=y + 1, cls="value")
+        name = tag("text", short_name, x=WIDTH - RIGHT + 12, y=y + 13, cls="name")
         parts.append(tag("g", lead, value, name, cls=cls))
     return join(*parts)
 
 
-def spread_labels(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """The same order, at least `gap` between neighbors, as near to where they were as that allows."""
-    order = sorted(range(len(places)), key=lambda i: places[i])
-    moved = [min(max(places[i], low), high) for i in order]
+def spread_labels(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Positions in the same order, at least `gap` apart, within low and high, as close to the originals as possible."""
+    order = sorted(range(len(positions)), key=lambda i: positions[i])
+    moved = [min(max(positions[i], low), high) for i in order]
     for i in range(1, len(moved)):
         moved[i] = max(moved[i], moved[i - 1] + gap)
     if moved and moved[-1] > high:  # push back up from the bottom
         moved[-1] = high
         for i in range(len(moved) - 2, -1, -1):
             moved[i] = min(moved[i], moved[i + 1] - gap)
-    result = [0.0] * len(places)
-    for i, place in zip(order, moved, strict=True):
-        result[i] = place
+    result = [0.0] * len(positions)
+    for i, position in zip(order, moved, strict=True):
+        result[i] = position
     return result

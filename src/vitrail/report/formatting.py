@@ -1,4 +1,4 @@
-"""Settings and numbers in words that a person would use."""
+"""Numbers and settings as text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Config = Mapping[str, Any]
 Rows = list[tuple[str, str]]
 
 
-def format_percent(share: float | None, count: int | None = None) -> str:
-    """98.6 %; two decimals where so many images were measured that the second one means something."""
-    if share is None or not math.isfinite(share):
+def format_percent(fraction: float | None, count: int | None = None) -> str:
+    """98.6 %; two decimals with at least 5,000 images."""
+    if fraction is None or not math.isfinite(fraction):
         return "–"
-    return f"{100 * share:.{2 if count and count >= 5000 else 1}f} %"
+    return f"{100 * fraction:.{2 if count and count >= 5000 else 1}f} %"
 
 
 def format_interval(low: float, high: float, count: int | None = None, word: str = "to") -> str:
@@ -26,9 +26,9 @@ def format_interval(low: float, high: float, count: int | None = None, word: str
     return f"{format_percent(low, count).removesuffix(' %')} {word} {format_percent(high, count)}"
 
 
-def format_tick_percent(share: float) -> str:
+def format_tick_percent(fraction: float) -> str:
     """For an axis: 90 %, 97.5 %."""
-    return f"{100 * share:.3g} %"
+    return f"{100 * fraction:.3g} %"
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
@@ -71,21 +71,21 @@ def pluralize(count: int, thing: str, things: str | None = None) -> str:
 
 
 def model_rows(net: Net) -> Rows:
-    """What the network is."""
+    """Table rows that describe a network."""
     config, parameters = net.config, sum(p.numel() for p in net.parameters())
     if isinstance(config, BiTConfig):
         kind = f"BiT ResNet, {'-'.join(map(str, config.layers))} units, width × {config.width_factor:g}"
         return [("Model", kind), ("Parameters", f"{parameters:,}")]
     rows, columns = config.grid
     channels = pluralize(config.channels, "channel")
-    kind = "ViT behind a ResNet stem" if config.stem else "ViT"
+    kind = "ViT with a ResNet stem" if config.stem else "ViT"
     blocks, heads = pluralize(config.depth, "block"), pluralize(config.num_heads, "head")
     size = f"width {config.width}, {blocks}, {heads}, MLP {config.mlp_dim}"
     pools = {"token": "class token", "gap": "mean of the patches", "map": "attention pool", "coca": "CoCa's pool"}
     pool = pools.get(config.pool, config.pool)
-    places = str(config.position)
+    positions = str(config.position)
     if config.resolved_position_at != "stem" and config.position != "none":
-        places += {"layers": ", at each layer", "shared": ", one table for all layers"}[config.resolved_position_at]
+        positions += {"layers": ", at each layer", "shared": ", one table for all layers"}[config.resolved_position_at]
     return [
         ("Model", f"{kind}: {size}"),
         ("Parameters", f"{parameters:,}"),
@@ -93,13 +93,13 @@ def model_rows(net: Net) -> Rows:
             "Patches",
             f"{rows} × {columns}, {format_size(config.patch_size)} pixels each, {channels}",
         ),
-        ("Positions", places),
-        ("The head reads", pool),
+        ("Position embeddings", positions),
+        ("Pooling", pool),
     ]
 
 
 def run_rows(config: Config, multi_label: bool = False) -> Rows:
-    """What it was taught and how. `several`: images have several labels, which the settings do not say."""
+    """Table rows that describe how a run was trained. `multi_label` is a property of the data, not in the config."""
     rows = [("Data", strip_local_folders(str(config.get("data", {}).get("source", "–"))))]
     if config.get("init_from"):
         rows.append(("Started from", strip_local_folders(str(config["init_from"]))))
@@ -116,16 +116,15 @@ def describe_objective(config: Config, multi_label: bool = False) -> str:
     kind = config.get("objective", "classify")
     if kind == "masked-patch":
         masked = config.get("masked_patch", {})
-        return (
-            f"guess corrupted patches ({100 * masked.get('mask_ratio', 0.5):g} %, {masked.get('target', 'mean-color')})"
-        )
+        ratio, target = masked.get("mask_ratio", 0.5), masked.get("target", "mean-color")
+        return f"predict corrupted patches ({100 * ratio:g} %, {target})"
     classify = config.get("classify", {})
     sigmoid = multi_label or classify.get("loss") == "sigmoid"
     parts = ["sigmoid cross-entropy" if sigmoid else "cross-entropy"]
     if classify.get("label_smoothing"):
         parts.append(f"label smoothing {classify['label_smoothing']:g}")
     if classify.get("class_weights") == "balanced":
-        parts.append("rare classes weigh more")
+        parts.append("balanced class weights")
     if kind == "distill":
         distill = config.get("distill", {})
         parts.append(
@@ -139,9 +138,9 @@ def describe_augmentation(augment: Config) -> str:
     if augment.get("crop") == "resized":
         parts.append("random crop of {:g} to {:g} % of the area".format(*(100 * s for s in augment["scale"])))
     elif augment.get("crop") == "pad":
-        parts.append(f"shifted by up to {pluralize(augment.get('pad', 0), 'pixel')}")
+        parts.append(f"random shift by up to {pluralize(augment.get('pad', 0), 'pixel')}")
     if augment.get("flip"):
-        parts.append("mirrored" if augment["flip"] == 0.5 else f"mirrored ({100 * augment['flip']:g} %)")
+        parts.append("horizontal flip" if augment["flip"] == 0.5 else f"horizontal flip ({100 * augment['flip']:g} %)")
     if any(augment.get("color_jitter", ())):
         parts.append("color jitter " + " ".join(f"{j:g}" for j in augment["color_jitter"]))
     policy = augment.get("policy")
@@ -150,7 +149,7 @@ def describe_augmentation(augment: Config) -> str:
     elif policy == "rand":
         parts.append(f"RandAugment {augment.get('num_ops')} × {augment.get('magnitude', 0):g}")
     if augment.get("erase"):
-        parts.append(f"erasing {100 * augment['erase']:g} %")
+        parts.append(f"random erasing {100 * augment['erase']:g} %")
     for name, title in (("mixup", "mixup"), ("cutmix", "CutMix")):
         if augment.get(name) and augment.get("mix_prob", 1):
             parts.append(f"{title} {augment[name]:g}")
@@ -165,7 +164,7 @@ def describe_optimizer(optim: Config) -> str:
     if optim.get("layer_decay"):
         parts.append(f"layer-wise decay {optim['layer_decay']:g}")
     if optim.get("grad_clip"):
-        parts.append(f"gradients clipped at {optim['grad_clip']:g}")
+        parts.append(f"gradient clipping {optim['grad_clip']:g}")
     if optim.get("trainable", "all") != "all":
         train = optim["trainable"]
         parts.append("head only" if train == "head" else f"head and last {pluralize(train, 'block')} only")
@@ -175,7 +174,7 @@ def describe_optimizer(optim: Config) -> str:
 def describe_schedule(config: Config) -> str:
     plan = config.get("schedule", {})
     parts = [
-        f"{config.get('duration', '–')} of batches of {config.get('batch_size', '–')}",
+        f"{config.get('duration', '–')}, batch size {config.get('batch_size', '–')}",
         str(plan.get("kind", "cosine")),
     ]
     for name, title in (("warmup", "warm-up"), ("cooldown", "cool-down")):
@@ -192,5 +191,5 @@ def describe_regularization(config: Config) -> str:
         if model.get(name)
     ]
     if config.get("ema"):
-        parts.append(f"averaged weights ({config['ema']:g})")
+        parts.append(f"EMA of the weights ({config['ema']:g})")
     return ", ".join(parts)

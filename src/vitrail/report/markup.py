@@ -1,4 +1,4 @@
-"""HTML and SVG by function call: what is text is escaped, what is markup stays, every tag is closed."""
+"""HTML and SVG elements as function calls: text is escaped, markup is not, and every tag is closed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VOID = frozenset({"img", "meta", "br"})
 
 
 class Markup(str):
-    """A string that is markup already."""
+    """A string that is already markup."""
 
     __slots__ = ()
 
@@ -19,7 +19,7 @@ Child = str | None
 
 
 def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
-    """`tag("p", "2 < 3", cls="note")` is `<p class="note">2 &lt; 3</p>`; None and False leave an attribute out."""
+    """`tag("p", "2 < 3", cls="note")` is `<p class="note">2 &lt; 3</p>`; None and False omit an attribute."""
     text = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in VOID:
         return Markup(f"<{name}{text}>")
@@ -27,7 +27,7 @@ def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
 
 
 def join(*children: Child) -> Markup:
-    """One after the other, each escaped unless it is markup; control characters, which HTML forbids, are visible."""
+    """Concatenate; text is escaped, and control characters, which HTML does not allow, are made visible."""
     return Markup(
         "".join(c if isinstance(c, Markup) else escape(escape_control(c), quote=False) for c in children if c)
     )

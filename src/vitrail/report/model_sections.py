@@ -1,4 +1,4 @@
-"""The sections that look inside: what the model attends to, what it knows of places, what its filters are."""
+"""Sections about the model: attention rollout, position similarity, patch embedding filters."""
 
 from __future__ import annotations
 
@@ -20,33 +20,32 @@ from vitrail.report.report_data import ReportData, most_confident_errors, typica
 from vitrail.report.thumbnails import img, png_uri, thumbnail
 
 NUM_ATTENTION_IMAGES = 8
-"""Images shown with what the model attends to, two of them mistakes where there are any."""
+"""Number of images shown with their attention, two of them errors if there are any."""
 
 
 def attention_examples(report: ReportData) -> list[tuple[int, str]]:
-    """Numbers of images in the source, each with what to write under it."""
+    """Indices of images in the source, each with its caption."""
     samples = report.scores.samples if report.scores else None
     if report.source is None:
         return []
     if samples is None:
-        places = np.linspace(0, len(report.source) - 1, min(NUM_ATTENTION_IMAGES, len(report.source))).astype(int)
-        return [(int(i), "") for i in dict.fromkeys(places.tolist())]
+        even = np.linspace(0, len(report.source) - 1, min(NUM_ATTENTION_IMAGES, len(report.source))).astype(int)
+        return [(int(i), "") for i in dict.fromkeys(even.tolist())]
     wrong = [
-        (m.row, f"{report.short_label(m.predicted)}, truly {report.true_labels(samples, m.row)}")
+        (m.row, f"{report.short_label(m.predicted)} (true: {report.true_labels(samples, m.row)})")
         for m in most_confident_errors(samples, 2)
     ]
-    right = [
-        (row, report.true_labels(samples, row)) for row in typical_correct(samples, NUM_ATTENTION_IMAGES - len(wrong))
-    ]
-    return [(int(samples.index[row]), words) for row, words in (*right, *wrong)]
+    rows = typical_correct(samples, NUM_ATTENTION_IMAGES - len(wrong))
+    correct = [(row, report.true_labels(samples, row)) for row in rows]
+    return [(int(samples.index[row]), caption) for row, caption in (*correct, *wrong)]
 
 
 def attention_maps(report: ReportData, indices: list[int]) -> npt.NDArray[np.floating[Any]]:
-    """n h w: how much of each patch is in the model's answer; ModelError where there is no attention."""
+    """n h w: attention rollout from the output to each patch; ModelError if the network has no attention."""
     assert report.source is not None
     like = next(report.net.parameters())
     found = []
-    for index in indices:  # one by one: the explicit attention of a batch may not fit
+    for index in indices:  # one at a time: the attention matrices of a batch may not fit in memory
         images = report.preprocess(report.source[index].image).to(like)
         with torch.no_grad():
             found.append(rollout_map(report.net, images)[0].float().cpu().numpy())
@@ -54,48 +53,48 @@ def attention_maps(report: ReportData, indices: list[int]) -> npt.NDArray[np.flo
 
 
 def attention_section(report: ReportData) -> tuple[Markup, list[Pixels]]:
-    """Each image beside itself under the light of attention; and the pairs, for a figure."""
-    chosen = [(index, words, report.pixels(index)) for index, words in attention_examples(report)]
-    seen = [(index, words, pixels) for index, words, pixels in chosen if pixels is not None]
-    if not seen:
-        return tag("p", "There is no image to look at.", cls="quiet"), []
+    """Each image next to its attention rollout; also returns the pairs for a figure."""
+    chosen = [(index, caption, report.pixels(index)) for index, caption in attention_examples(report)]
+    readable = [(index, caption, pixels) for index, caption, pixels in chosen if pixels is not None]
+    if not readable:
+        return tag("p", "There are no images to show.", cls="quiet"), []
     try:
-        maps = attention_maps(report, [index for index, _, _ in seen])
+        maps = attention_maps(report, [index for index, _, _ in readable])
     except ModelError as error:
         return unavailable(error), []
     cards, figure = [], []
-    for (index, words, pixels), view in zip(seen, maps, strict=True):
+    for (index, caption, pixels), view in zip(readable, maps, strict=True):
         small = thumbnail(pixels)
-        under = heat_overlay(small, view)
-        pair = tag("div", img(small, words or "an image"), img(under, "where it looks"), cls="pair-of")
-        caption = tag("figcaption", words) if words else None
-        cards.append(tag("figure", pair, caption, cls="card look", title=report.key(index)))
-        figure += [small, under]
+        overlay = heat_overlay(small, view)
+        pair = tag("div", img(small, caption or "an image"), img(overlay, "attention rollout"), cls="pair-of")
+        below = tag("figcaption", caption) if caption else None
+        cards.append(tag("figure", pair, below, cls="card look", title=report.key(index)))
+        figure += [small, overlay]
     rows, columns = maps.shape[1:]
     note = (
-        f"Beside each image: how much of each of its {rows} × {columns} patches reaches the answer through all "
-        "layers (attention rollout), bright is much. It says where information flows, not why."
+        f"Attention rollout: how much each of the {rows} × {columns} patches contributes to the output through all "
+        "layers; brighter = more attention. It shows where information flows, not why."
     )
     return join(tag("p", note, cls="caption"), tag("div", *cards, cls="gallery looks")), figure
 
 
 def position_section(report: ReportData) -> tuple[Markup, Pixels | None]:
-    """How alike the positions are: one small map for each patch."""
+    """Similarity of position embeddings: one small map for each patch."""
     try:
-        alike = position_similarity(report.net)
+        similarity = position_similarity(report.net)
     except ModelError as error:
         return unavailable(error), None
-    columns = alike.shape[1]
-    low = float(alike.min())
-    side = max(2, min(12, round(880 / columns**2)))  # twice as fine as it is shown: screens differ
-    image = mosaic(alike, side=side, gap=max(side // 2, 3), low=low, high=1.0)
+    columns = similarity.shape[1]
+    low = float(similarity.min())
+    side = max(2, min(12, round(880 / columns**2)))  # twice the displayed size, for high-resolution screens
+    image = mosaic(similarity, side=side, gap=max(side // 2, 3), low=low, high=1.0)
     assert isinstance(report.net, ViT)
-    where = ", in its first layer" if len(report.net.positions) > 1 else ""
+    where = " in the first layer" if len(report.net.positions) > 1 else ""
     kind = report.net.config.position
-    note = f"The small map in row i and column j: how alike that patch's position{where} is to every other's, as "
+    note = f"The map in row i and column j shows the similarity of that patch's position to all others{where}: "
     note += f"{SIMILARITY_MEANING[kind]}."
     if kind == "learned-1d":
-        note += " The model was told nothing of rows and columns; what order there is, it learned."
+        note += " The model was never given row or column indices; it learned any 2D structure."
     body = tag(
         "img",
         src=png_uri(image),
@@ -114,16 +113,16 @@ def color_bar(low: float, high: float, colors: str = "viridis") -> Markup:
 
 
 def filter_section(report: ReportData) -> tuple[Markup, Pixels | None]:
-    """The main patterns of the patch projection."""
+    """The principal components of the patch embedding's filters."""
     try:
-        patterns, shares = filters(report.net)
+        patterns, fractions = filters(report.net)
     except ModelError as error:
         return unavailable(error), None
     images = [upscale(p, 32) for p in filter_images(patterns)]
     sheet = tile_images(images, columns=min(len(images), 7), gap=4)
     note = (
-        f"The {len(images)} main patterns that its patch projection looks for, the strongest first; "
-        f"together {100 * shares.sum():.0f} % of it."
+        f"The first {len(images)} principal components of the patch embedding's filters, in order; together they "
+        f"explain {100 * fractions.sum():.0f} % of the variance."
     )
     body = tag(
         "img",
@@ -137,6 +136,6 @@ def filter_section(report: ReportData) -> tuple[Markup, Pixels | None]:
 
 
 def unavailable(error: ModelError) -> Markup:
-    """Why there is nothing to see."""
+    """The reason why a section is empty."""
     text = str(error)
     return tag("p", text[0].upper() + text[1:], cls="quiet")

@@ -1,4 +1,4 @@
-"""Run folder -> report.html: one file that holds everything it shows, for light and dark, phone and paper."""
+"""Run folder -> report.html: one self-contained page with light and dark themes, for screens, phones and print."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from vitrail.weights.model_info import strip_local_folders
 from vitrail.weights.writers import write_text
 
 MAX_LISTED_UNREADABLE = 200
-"""Unreadable images that are named."""
+"""Maximum number of unreadable images that are listed."""
 
 
 def write_report(
@@ -53,11 +53,11 @@ def write_report(
     unreadable: Sequence[tuple[str, str]] = (),
     command: str | None = None,
 ) -> Path:
-    """Write run/report.html and run/figures/*.png from what the run left and what its model scores.
+    """Write run/report.html and run/figures/*.png.
 
-    `scores` were measured on `source` (its images are shown); without them, as after masked-patch
-    training, the page tells of the loss alone. `baselines` stand beside the model by name,
-    `comparisons` are folders of other runs, `command` is what started this one.
+    `scores` were measured on `source`, whose images are shown; without them, as after masked-patch training, the page
+    shows only the loss. `baselines` are shown next to the model by name, `comparisons` are folders of other runs, and
+    `command` is the command that started this run.
     """
     this = read_run(run)
     report = ReportData(
@@ -90,16 +90,9 @@ def _name_comparisons(run: RunRecord, comparisons: Sequence[Path]) -> dict[str, 
 
 
 def page(report: ReportData, figures: Path) -> str:
-    """The whole page; figures are saved on the way."""
-    sections = [
-        s
-        for s in (
-            *_training_sections(report, figures),
-            *_score_sections(report, figures),
-            *_model_sections(report, figures),
-        )
-        if s[2]
-    ]
+    """The HTML of the page; also saves the figures."""
+    parts = (_training_sections(report, figures), _score_sections(report, figures), _model_sections(report, figures))
+    sections = [section for part in parts for section in part if section[2]]
     sections += _setup_sections(report)
     links = [tag("a", title, href=f"#{key}") for key, title, _ in sections]
     blocks = [tag("section", tag("h2", title), body, id=key) for key, title, body in sections]
@@ -123,18 +116,18 @@ Section = tuple[str, str, Markup]
 def _header(report: ReportData) -> Markup:
     run = report.run
     panes = [tag("i", cls=f"pane p{(7 * i + 3 * (i // 3)) % 5}") for i in range(9)]
-    brand = tag("p", tag("span", *panes, cls="window", aria_hidden="true"), "vitrail · report of a run", cls="brand")
+    brand = tag("p", tag("span", *panes, cls="window", aria_hidden="true"), "vitrail · training report", cls="brand")
     stopped = run.progress_if_stopped()
     notice = None
     if stopped is not None:
         notice = tag(
-            "p", f"This run stopped at {stopped[0]} of {stopped[1]}: what follows is how far it came.", cls="notice"
+            "p", f"This run stopped at {stopped[0]} of {stopped[1]}. The results are those at this point.", cls="notice"
         )
     facts = [
         ("parameters", format_count(sum(p.numel() for p in report.net.parameters()))),
         ("training time", format_duration(run.seconds)),
-        ("images a second, typically", format_number(run.images_per_second)),
-        ("images seen", f"{run.num_images:,}" if run.num_images else "–"),
+        ("images per second (median)", format_number(run.images_per_second)),
+        ("training images processed", f"{run.num_images:,}" if run.num_images else "–"),
     ]
     tiles_ = [tag("div", tag("b", value), tag("span", name), cls="fact") for name, value in facts]
     return tag(
@@ -149,11 +142,11 @@ def _header(report: ReportData) -> Markup:
 
 
 def charts(report: ReportData) -> list[Chart]:
-    """Loss, accuracy, learning rate, speed."""
+    """Loss, accuracy, learning rate and throughput."""
     run = report.run
     x_label = "epoch" if run.steps_per_epoch else "step"
     losses = [Series("training", run.training_curve("loss"), thin=True), *_evaluation_series(report, "loss")]
-    if run.multi_label:  # accuracy, which is what training logs, is another measure
+    if run.multi_label:  # the accuracy that training logs is not comparable with mAP
         title, scored = "Mean average precision", _evaluation_series(report, "map")
     else:
         title = "Accuracy"
@@ -169,11 +162,11 @@ def charts(report: ReportData) -> list[Chart]:
 
 def _evaluation_series(report: ReportData, name: str) -> list[Series]:
     run = report.run
-    plain, average = run.evaluation_curve(name), run.evaluation_curve(name, ema=True)
-    place = score_sections.SPLIT_NAMES.get(report.measured_on, report.measured_on)
-    found = [Series(place, plain if len(plain[0]) else average)]
-    if len(plain[0]) and len(average[0]):
-        found.append(Series("averaged weights", average, color_index=4))
+    raw, ema = run.evaluation_curve(name), run.evaluation_curve(name, ema=True)
+    split = score_sections.SPLIT_NAMES.get(report.measured_on, report.measured_on)
+    found = [Series(split, raw if len(raw[0]) else ema)]
+    if len(raw[0]) and len(ema[0]):
+        found.append(Series("EMA weights", ema, color_index=4))
     for i, (title, other) in enumerate(report.other_runs.items()):
         found.append(Series(title, other.evaluation_curve(name, ema=other.has_ema), color_index=1 + i % 3))
     return found
@@ -184,26 +177,26 @@ def _training_sections(report: ReportData, figures: Path) -> list[Section]:
     shown = [tag("figure", tag("figcaption", c.title), to_svg(c)) for c in drawn if c.visible_series]
     draw_charts(drawn[:3], figures / "curves.png", report.run.name)
     if not shown:
-        return [("curves", "How it learned", tag("p", "The run ended before its first step was logged.", cls="quiet"))]
-    return [("curves", "How it learned", join(tag("div", *shown, cls="charts"), _training_note(report)))]
+        return [("curves", "Training curves", tag("p", "The run ended before its first logged step.", cls="quiet"))]
+    return [("curves", "Training curves", join(tag("div", *shown, cls="charts"), _training_note(report)))]
 
 
 def _training_note(report: ReportData) -> Markup:
-    """Why the loss in training may lie above the one that is measured."""
+    """Why the training loss may be higher than the evaluation loss."""
     config = report.run.config
     reasons = []
     if describe_augmentation(config.get("augment", {})) != "none":
         reasons.append("augmented images")
     if config.get("classify", {}).get("label_smoothing"):
-        reasons.append("smoothed labels")
+        reasons.append("label smoothing")
     model = config.get("model") or {}
     if model.get("dropout") or model.get("drop_path"):
-        reasons.append("parts of the network left out")
+        reasons.append("dropout")
     if not reasons or config.get("objective") == "masked-patch":
         return Markup("")
     return tag(
         "p",
-        f"Training is measured as it happens, with {' and '.join(reasons)}: harder than the test.",
+        f"Training metrics are computed during training, with {' and '.join(reasons)}, so they can be worse.",
         cls="caption after",
     )
 
@@ -214,41 +207,40 @@ def _score_sections(report: ReportData, figures: Path) -> list[Section]:
         return []
     draw_confusion(report, scores, figures / "confusion.png")
     parts = [tag("div", score_sections.classes(report))]
-    title = "Class by class"
+    title = "Per-class scores"
     if scores.average_precisions is None:
-        title = "Right and wrong"
+        title = "Confusion and per-class accuracy"
         parts.insert(0, tag("div", score_sections.confusion(report)))
     return [
         ("classes", title, tag("div", *parts, cls="two stacked" if score_sections.wide_matrix(report) else "two")),
-        ("mistakes", "The surest mistakes", score_sections.mistakes(report)),
-        ("right", "Correctly named", score_sections.correct_examples(report)),
+        ("mistakes", "Most confident errors", score_sections.mistakes(report)),
+        ("right", "Correct predictions", score_sections.correct_examples(report)),
     ]
 
 
 def _model_sections(report: ReportData, figures: Path) -> list[Section]:
-    looks, pairs = model_sections.attention_section(report)
+    attention, pairs = model_sections.attention_section(report)
     if pairs:
         save_image(tile_images(pairs, columns=4, gap=max(pairs[0].shape[0] // 24, 1)), figures / "attention.png")
-    places, maps = model_sections.position_section(report)
+    positions, maps = model_sections.position_section(report)
     if maps is not None:
         save_image(maps, figures / "positions.png")
-    patterns, sheet = model_sections.filter_section(report)
-    if sheet is not None:
-        save_image(sheet, figures / "filters.png", least=240)
-    inside = [("Positions", places), ("Patch filters", patterns)]
-    halves = [tag("div", tag("h3", name), body) for name, body in inside]
+    filters, filter_image = model_sections.filter_section(report)
+    if filter_image is not None:
+        save_image(filter_image, figures / "filters.png", min_size=240)
+    halves = [tag("div", tag("h3", n), body) for n, body in (("Positions", positions), ("Patch filters", filters))]
     return [
-        ("attention", "What it looks at", looks),
-        ("weights", "What its weights hold", tag("div", *halves, cls="two")),
+        ("attention", "Attention", attention),
+        ("weights", "Learned weights", tag("div", *halves, cls="two")),
     ]
 
 
 def _setup_sections(report: ReportData) -> list[Section]:
     rows = [*model_rows(report.net), *run_rows(report.run.config, report.multi_label), *_evaluation_rows(report)]
     table = tag("table", *(tag("tr", tag("th", k, scope="row"), tag("td", v)) for k, v in rows), cls="about")
-    sections = [("about", "What was trained", table), ("again", "Use it, repeat it", _commands(report))]
+    sections = [("about", "Model and training settings", table), ("again", "Commands", _commands(report))]
     if report.unreadable:
-        sections.append(("unreadable", "Images that could not be read", _unreadable_section(report)))
+        sections.append(("unreadable", "Unreadable images", _unreadable_section(report)))
     return sections
 
 
@@ -256,8 +248,8 @@ def _evaluation_rows(report: ReportData) -> list[tuple[str, str]]:
     config, rows = report.run.config, []
     rows.append(("Preprocessing", report.preprocess.config.summary()))
     if report.scores is not None:
-        where = score_sections.SPLIT_NAMES.get(report.measured_on, report.measured_on)
-        rows.append(("Measured on", pluralize(report.scores.count, f"{where} image")))
+        split = score_sections.SPLIT_NAMES.get(report.measured_on, report.measured_on)
+        rows.append(("Evaluated on", pluralize(report.scores.count, f"{split} image")))
     rows.append(("Precision, seed", f"{config.get('precision', 'float32')}, {config.get('seed', 0)}"))
     return rows
 
@@ -267,33 +259,33 @@ def _commands(report: ReportData) -> Markup:
     folder = Path(strip_local_folders(str(report.run.path)))
     model = folder / "model"
     steps = [
-        ("Name what is in an image", f"vitrail predict --model {shlex.quote(str(model))} image.jpg"),
+        ("Classify an image", f"vitrail predict --model {shlex.quote(str(model))} image.jpg"),
         (
             "The same in Python",
             f'import vitrail\n\nvit = vitrail.load("{model.as_posix()}")\nvit.predict("image.jpg")',
         ),
     ]
     if report.run.config.get("objective") == "masked-patch":
-        steps = [("Teach it classes", f"vitrail finetune --model {shlex.quote(str(model))} --data photos/")]
+        steps = [("Fine-tune it to classify", f"vitrail finetune --model {shlex.quote(str(model))} --data photos/")]
     if report.run.progress_if_stopped() is not None and not finished:
-        steps.insert(0, ("Go on where it stopped", f"vitrail train --resume --out {shlex.quote(str(folder))}"))
+        steps.insert(0, ("Resume the run", f"vitrail train --resume --out {shlex.quote(str(folder))}"))
     if report.command:
-        steps.append(("Run it again", _rerun_command(report.command, folder)))
+        steps.append(("Repeat the run", _rerun_command(report.command, folder)))
     rows = [join(tag("p", name, cls="caption"), tag("pre", tag("code", text))) for name, text in steps]
-    where = " beside this page, with the full paths, which this page leaves out."
-    settings = tag("p", "Every setting is in ", tag("code", "config.json"), where, cls="caption after")
+    where = " next to this page contains all settings, with full paths; this page omits them."
+    settings = tag("p", tag("code", "config.json"), where, cls="caption after")
     return tag("div", *rows, settings, cls="commands")
 
 
 def _rerun_command(command: str, folder: Path) -> str:
-    """What repeats the run: a resumed one would only go on, so it is its settings that start anew."""
+    """The command that repeats the run from the start; for a resumed run, from its config.json."""
     if not {"--resume", "--auto-resume"}.isdisjoint(command.split()):
         return f"vitrail train {shlex.quote(str(folder / 'config.json'))}"
     return shlex.join(_portable_word(word) for word in shlex.split(command))
 
 
 def _portable_word(word: str) -> str:
-    """A word of a command; of --data=/home/me/photos or init_from=/home/me/x.npz the last part of the path."""
+    """A word of a command without the folders of its path: --data=/home/me/photos, init_from=/home/me/x.npz."""
     name, equals, value = word.partition("=")
     return f"{name}={strip_local_folders(value)}" if equals else strip_local_folders(word)
 
@@ -304,7 +296,9 @@ def _unreadable_section(report: ReportData) -> Markup:
     rest = len(report.unreadable) - len(listed)
     more = tag("p", f"and {rest:,} more.", cls="quiet") if rest else None
     count = pluralize(len(report.unreadable), "image")
-    note = tag("p", f"{count} had no part in training or measuring.", cls="caption")
+    note = tag(
+        "p", f"{count} could not be read and {'was' if rest + len(listed) == 1 else 'were'} skipped.", cls="caption"
+    )
     return join(note, tag("details", tag("summary", f"Show {len(listed)}"), tag("ul", *rows), more))
 
 
@@ -317,6 +311,6 @@ def _footer() -> Markup:
         "footer",
         tag(
             "p",
-            f"Made by {made} with PyTorch {torch.__version__.partition('+')[0]}. This file holds everything it shows.",
+            f"Written by {made} with PyTorch {torch.__version__.partition('+')[0]}. This file is self-contained.",
         ),
     )

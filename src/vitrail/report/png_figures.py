@@ -15,23 +15,23 @@ from vitrail.report.report_data import ReportData
 
 
 def draw_charts(charts: list[Chart], path: Path, title: str) -> None:
-    """Charts side by side."""
+    """Draw charts side by side."""
     charts = [c for c in charts if c.visible_series]
     if not charts:
         return
     figure = new_figure(4.8 * len(charts), 3.6)
     for chart, ax in zip(charts, figure.subplots(1, len(charts), squeeze=False)[0], strict=True):
         for series in chart.visible_series:
-            x, mean, least, most = downsample(series.curve)
+            x, mean, low, high = downsample(series.curve)
             color = COLORS[series.color_index % len(COLORS)]
             style = {"linewidth": 1.2, "alpha": 0.6} if series.thin else {"linewidth": 2.2}
-            if least is not mean:
-                ax.fill_between(x, least, most, color=color, alpha=0.13, linewidth=0)
+            if low is not mean:
+                ax.fill_between(x, low, high, color=color, alpha=0.13, linewidth=0)
             dash = DASHES[series.color_index % len(DASHES)]
             ax.plot(x, mean, color=color, linestyle=dash, label=series.name, **style)
         if chart.log:
             ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(lambda value, _, spell=chart.format_tick or chart.format_value: spell(value))
+        ax.yaxis.set_major_formatter(lambda value, _, form=chart.format_tick or chart.format_value: form(value))
         ax.set_title(chart.title, loc="left", color=INK, fontsize=11)
         ax.set_xlabel(chart.x_label, color=INK)
         ax.grid(axis="y", color=FAINT, linewidth=0.7)
@@ -43,7 +43,7 @@ def draw_charts(charts: list[Chart], path: Path, title: str) -> None:
 
 
 def draw_confusion(report: ReportData, scores: Scores, path: Path) -> None:
-    """The matrix, each row by its share."""
+    """Draw the confusion matrix, with each row colored by its fractions."""
     table = scores.confusion
     if table is None or not 2 <= len(table) <= 50:
         return
@@ -59,7 +59,7 @@ def draw_confusion(report: ReportData, scores: Scores, path: Path) -> None:
     long = max(map(len, names)) > 2
     ax.set_xticks(range(len(table)), names, fontsize=8, rotation=45 if long else 0, ha="right" if long else "center")
     ax.set_yticks(range(len(table)), names, fontsize=8)
-    ax.set_xlabel("said", color=INK)
+    ax.set_xlabel("predicted", color=INK)
     ax.set_ylabel("true", color=INK)
     ax.set_title(f"{report.run.name}: confusion", loc="left", fontsize=11, color=INK)
     ax.tick_params(length=0)
@@ -67,9 +67,9 @@ def draw_confusion(report: ReportData, scores: Scores, path: Path) -> None:
     save(figure, path)
 
 
-def save_image(pixels: Pixels, path: Path, least: int = 480) -> None:
-    """A mosaic, large enough to be looked at by itself, on white."""
-    image = Image.fromarray(upscale(pixels, least))
+def save_image(pixels: Pixels, path: Path, min_size: int = 480) -> None:
+    """Save an image as PNG on a white background, enlarged to at least `min_size` pixels."""
+    image = Image.fromarray(upscale(pixels, min_size))
     if image.mode == "RGBA":
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image).convert("RGB")

@@ -1,4 +1,4 @@
-"""Everything a report tells of: one run, what it is compared with, the model it left and what that says of images."""
+"""The data of a report: one run, the runs and baselines it is compared with, its model and its predictions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from vitrail.report.run_record import RunRecord
 # N images, K classes
 
 MAX_NAME_LENGTH = 26
-"""Characters of a class name in a chart."""
+"""Maximum length of a class name in a chart."""
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportData:
-    """What the sections of a report draw from."""
+    """What the sections of a report are made from."""
 
     run: RunRecord
     net: Net
@@ -37,18 +37,18 @@ class ReportData:
     labels: Sequence[str]
     scores: Scores | None = None
     source: Source | None = None
-    """What `scores` were measured on."""
+    """The images that `scores` were measured on."""
     measured_on: str = "validation"
     baselines: Mapping[str, Scores] = field(default_factory=dict)
     other_runs: Mapping[str, RunRecord] = field(default_factory=dict)
-    """Other runs by what was different about them."""
+    """Other runs, by a description of how they differ."""
     unreadable: Sequence[tuple[str, str]] = ()
-    """Keys of images that could not be read, and why."""
+    """Keys of unreadable images, and why each could not be read."""
     command: str | None = None
 
     @property
     def multi_label(self) -> bool:
-        """Whether images have several labels."""
+        """Whether the data is multi-label."""
         return self.run.multi_label or (self.scores is not None and self.scores.average_precisions is not None)
 
     @cached_property
@@ -56,15 +56,15 @@ class ReportData:
         return unique_abbreviations(self.labels, MAX_NAME_LENGTH)
 
     def short_label(self, index: int) -> str:
-        """A class name for a chart: short, and different from every other's."""
+        """A class name shortened for charts; all short labels differ."""
         return self._short_labels[index] if 0 <= index < len(self.labels) else self.label(index)
 
     def label(self, index: int) -> str:
-        """A class's name, as people write it."""
+        """A class name with spaces instead of underscores."""
         return self.labels[index].replace("_", " ") if 0 <= index < len(self.labels) else f"class {index}"
 
     def pixels(self, index: int) -> Pixels | None:
-        """As the network sees it: resized and cropped; None where it cannot be read."""
+        """The preprocessed image; None if it cannot be read."""
         if self.source is None:
             return None
         try:
@@ -76,7 +76,7 @@ class ReportData:
         return self.source.key(index) if self.source is not None else str(index)
 
     def true_labels(self, samples: SampleResults, row: int) -> str:
-        """The true class or classes of a measured image, by name."""
+        """The names of the true classes of an image."""
         if samples.truth.ndim == 1:
             return self.short_label(int(samples.truth[row]))
         return ", ".join(self.short_label(int(k)) for k in np.flatnonzero(samples.truth[row])) or "none"
@@ -84,86 +84,85 @@ class ReportData:
 
 @dataclass(frozen=True)
 class Mistake:
-    """An image and the class it was wrongly given."""
+    """A wrong prediction."""
 
     row: int
-    """In the samples."""
+    """Index into the samples."""
     predicted: int
     score: float
 
 
-def most_confident_errors(samples: SampleResults, most: int) -> list[Mistake]:
-    """What the model was surest of and wrong about; of several labels, a class it does not have."""
+def most_confident_errors(samples: SampleResults, limit: int) -> list[Mistake]:
+    """The errors with the highest probability; for multi-label data, predicted classes that an image does not have."""
     if samples.scores is None:
         wrong = np.flatnonzero(~samples.correct)
-        said, score = samples.prediction[wrong], samples.score[wrong]
+        predicted, score = samples.prediction[wrong], samples.score[wrong]
     else:
         false = np.where(samples.truth, -1.0, samples.scores)  # N K
-        said, score = false.argmax(1), false.max(1)
+        predicted, score = false.argmax(1), false.max(1)
         wrong = np.flatnonzero(score >= 0.5)
-        said, score = said[wrong], score[wrong]
-    order = np.argsort(-score, kind="stable")[:most]
-    return [Mistake(int(wrong[i]), int(said[i]), float(score[i])) for i in order]
+        predicted, score = predicted[wrong], score[wrong]
+    order = np.argsort(-score, kind="stable")[:limit]
+    return [Mistake(int(wrong[i]), int(predicted[i]), float(score[i])) for i in order]
 
 
-def typical_correct(samples: SampleResults, most: int) -> list[int]:
-    """Rows of right answers, class by class in turn, of middling certainty: what is usual."""
-    right = np.flatnonzero(samples.correct)
-    classes = samples.prediction[right]
-    there = np.unique(classes)
-    piles = []
-    for one in there[np.linspace(0, len(there) - 1, min(most, len(there))).astype(int)]:
-        rows = right[classes == one]
+def typical_correct(samples: SampleResults, limit: int) -> list[int]:
+    """Rows of correct predictions with close to median confidence, taking turns between classes."""
+    correct = np.flatnonzero(samples.correct)
+    classes = samples.prediction[correct]
+    present = np.unique(classes)
+    by_class = []
+    for k in present[np.linspace(0, len(present) - 1, min(limit, len(present))).astype(int)]:
+        rows = correct[classes == k]
         middle = np.argsort(np.abs(samples.score[rows] - np.median(samples.score[rows])), kind="stable")
-        piles.append(rows[middle])
-    turns = [
-        pile[turn] for turn in range(max((len(p) for p in piles), default=0)) for pile in piles if turn < len(pile)
-    ]
-    return [int(row) for row in turns[:most]]
+        by_class.append(rows[middle])
+    rounds = range(max((len(rows) for rows in by_class), default=0))
+    turns = [rows[i] for i in rounds for rows in by_class if i < len(rows)]
+    return [int(row) for row in turns[:limit]]
 
 
 @dataclass(frozen=True)
 class ClassScore:
-    """One class: how much of it is found."""
+    """Recall, or average precision, of one class."""
 
     index: int
     value: float
-    """Share named correctly; for several labels the average precision."""
+    """Recall; for multi-label data the average precision."""
     count: int
     low: float | None = None
     high: float | None = None
 
 
 def class_scores(scores: Scores) -> list[ClassScore]:
-    """Every class that occurs, in order."""
+    """Scores of every class that occurs, in order."""
     samples = scores.samples
     if scores.average_precisions is not None and samples is not None:
         counts = samples.truth.sum(0)
         pairs = enumerate(zip(scores.average_precisions, counts, strict=True))
         return [ClassScore(k, float(ap), int(n)) for k, (ap, n) in pairs if n]
     if scores.confusion is not None:
-        counts, right = scores.confusion.sum(1), scores.confusion.diagonal()
+        counts, correct = scores.confusion.sum(1), scores.confusion.diagonal()
     elif samples is not None:
         size = int(samples.truth.max()) + 1
         counts = np.bincount(samples.truth, minlength=size)
-        right = np.bincount(samples.truth[samples.correct], minlength=size)
+        correct = np.bincount(samples.truth[samples.correct], minlength=size)
     else:
         return []
     return [
         ClassScore(k, r / n, int(n), *wilson_interval(r, n))
-        for k, (r, n) in enumerate(zip(right, counts, strict=True))
+        for k, (r, n) in enumerate(zip(correct, counts, strict=True))
         if n
     ]
 
 
-def confused_pairs(scores: Scores, most: int) -> list[tuple[int, int, int]]:
-    """(true class, said class, how often), the commonest first."""
+def confused_pairs(scores: Scores, limit: int) -> list[tuple[int, int, int]]:
+    """(true class, predicted class, count), most frequent first."""
     if scores.samples is not None:
-        return pairs_of(scores.samples, most)
+        return pairs_of(scores.samples, limit)
     if scores.confusion is None:
         return []
     wrong = scores.confusion.copy()
     np.fill_diagonal(wrong, 0)
-    flat = np.argsort(-wrong, axis=None, kind="stable")[:most]
+    flat = np.argsort(-wrong, axis=None, kind="stable")[:limit]
     pairs = [(int(i), int(j), int(wrong[i, j])) for i, j in zip(*np.unravel_index(flat, wrong.shape), strict=True)]
     return [p for p in pairs if p[2]]

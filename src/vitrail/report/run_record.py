@@ -1,4 +1,4 @@
-"""A run folder as it was left: settings, what was logged, what was measured."""
+"""A run folder's settings, logged training steps and evaluations."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from vitrail.train.metrics_log import MetricsLine, read_metrics
 from vitrail.weights.model_info import strip_local_folders
 
 Curve = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
-"""Epochs (steps, where epochs are not known) and values; neither has a gap or a NaN."""
+"""x (epochs, or steps if epochs are unknown) and values, without gaps and NaN."""
 
 IGNORED_SETTINGS = frozenset(
     {"name", "compare", "device", "log_every", "evaluate_every", "checkpoint_every", "snapshot_every", "tensorboard"}
 )
-"""Settings that do not change what a run learns."""
+"""Settings that do not affect what a run learns."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """config.json and metrics.jsonl, read."""
+    """The contents of config.json and metrics.jsonl."""
 
     path: Path
     config: dict[str, Any]
@@ -37,7 +37,7 @@ class RunRecord:
     """Logged steps, in order."""
     evaluations: list[MetricsLine]
     test_scores: dict[str, Any] | None = None
-    """What the final model scored on test images that had no part in choosing it."""
+    """Scores of the final model on a test split that was not used to select it."""
 
     @property
     def name(self) -> str:
@@ -45,33 +45,33 @@ class RunRecord:
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """Steps of an epoch."""
+        """Number of steps per epoch."""
         known = [line for line in (*self.steps, *self.evaluations) if line.get("epoch") and line["step"]]
         return known[-1]["step"] / known[-1]["epoch"] if known else None
 
     def x_of(self, line: MetricsLine) -> float:
-        """Where on the horizontal axis a line lies."""
+        """Position of a logged line on the horizontal axis."""
         if line.get("epoch") is not None:
             return float(line["epoch"])
         return line["step"] / self.steps_per_epoch if self.steps_per_epoch else float(line["step"])
 
     def training_curve(self, name: str) -> Curve:
-        """A logged value over the run."""
+        """A logged training metric over the run."""
         return _curve([(self.x_of(line), line.get(name)) for line in self.steps])
 
     def evaluation_curve(self, name: str, *, ema: bool = False) -> Curve:
-        """A measured value over the run, of the weights or of their average."""
+        """An evaluation metric over the run, of the weights or of their EMA."""
         lines = [line for line in self.evaluations if bool(line.get("ema")) == ema]
         return _curve([(self.x_of(line), line["evaluation"].get(name)) for line in lines])
 
     @property
     def has_ema(self) -> bool:
-        """Whether an average of the weights was measured."""
+        """Whether the EMA of the weights was evaluated."""
         return any(line.get("ema") for line in self.evaluations)
 
     @property
     def last_scores(self) -> dict[str, Any] | None:
-        """The last measurement; of the average where both were measured."""
+        """The last evaluation; that of the EMA if both were evaluated."""
         if not self.evaluations:
             return None
         last = max(self.evaluations, key=lambda line: (line["step"], bool(line.get("ema"))))
@@ -79,35 +79,35 @@ class RunRecord:
 
     @property
     def multi_label(self) -> bool:
-        """Whether its images have several labels: only those are told by average precision."""
+        """Whether the data is multi-label: only then is the average precision logged."""
         return any("map" in line["evaluation"] for line in self.evaluations)
 
     @property
     def last_step(self) -> float:
-        """The last step that is known."""
+        """The last logged step."""
         return max((line["step"] for line in (*self.steps, *self.evaluations)), default=0)
 
     @property
     def seconds(self) -> float | None:
-        """Spent on the run."""
+        """Duration of the run."""
         times = [line["time"] for line in self.steps if line.get("time") is not None]
         if not times:
             return None
-        return float(times[-1] - times[0] if times[0] > 1e8 else times[-1])  # a clock's time, or the run's own
+        return float(times[-1] - times[0] if times[0] > 1e8 else times[-1])  # Unix time, or seconds since the start
 
     @property
     def images_per_second(self) -> float | None:
-        """Images a second, in the middle of what was logged."""
+        """Median of the logged throughput."""
         rates = [line["images_per_s"] for line in self.steps if line.get("images_per_s")]
         return float(np.median(rates)) if rates else None
 
     @property
     def num_images(self) -> int | None:
-        """Seen in training."""
+        """Number of training images processed."""
         return next((int(line["images"]) for line in reversed(self.steps) if line.get("images")), None)
 
     def progress_if_stopped(self) -> tuple[str, str] | None:
-        """How far it came and how far it was to go, where that is not the same."""
+        """(reached, planned) duration if the run ended early, else None."""
         try:
             wanted = Duration.from_text(str(self.config["duration"]))
         except (KeyError, ConfigError):
@@ -124,7 +124,7 @@ class RunRecord:
 
 
 def _logging_interval(run: RunRecord, unit: str) -> float:
-    """Between two logged lines: the end of a run may fall between them."""
+    """Twice the distance of the last two logged lines: the end of a run may fall between them."""
     marks = [line["step"] for line in run.steps[-2:]]
     stride = 2.0 * (marks[1] - marks[0] if len(marks) == 2 else 1)
     if unit == "steps":
@@ -134,17 +134,17 @@ def _logging_interval(run: RunRecord, unit: str) -> float:
 
 
 def _curve(points: list[tuple[float, Any]]) -> Curve:
-    kept = [(x, float(y)) for x, y in points if y is not None and math.isfinite(y)]
-    table = np.array(kept, dtype=np.float64).reshape(-1, 2)
+    finite = [(x, float(y)) for x, y in points if y is not None and math.isfinite(y)]
+    table = np.array(finite, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
 
 
 def read_run(path: Path) -> RunRecord:
-    """A run folder; what is missing or cut short is left out, but settings there must be."""
+    """Read a run folder. config.json is required; missing or truncated metrics are skipped."""
     try:
         config = current("run", json.loads((path / "config.json").read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise NotFoundError(f"{path} is no run folder: there is no config.json in it.") from None
+        raise NotFoundError(f"{path} is not a run folder: it has no config.json.") from None
     except ValueError as error:
         raise ConfigError(f"{path / 'config.json'} cannot be read: {error}") from error
     lines = read_metrics(path / "metrics.jsonl")
@@ -159,7 +159,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def config_differences(config: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted settings of `other` that are not those of `config`."""
+    """Settings of `other` that differ from those of `config`, by dotted name."""
     found: dict[str, Any] = {}
     for key in sorted({*config, *other}):
         a, b = config.get(key), other.get(key)
@@ -173,7 +173,7 @@ def config_differences(config: Mapping[str, Any], other: Mapping[str, Any], pref
 
 
 def describe_difference(run: RunRecord, other: RunRecord) -> str:
-    """What another run is called beside this one: what was different about it."""
+    """A name for another run: the settings that differ, or its own name if there are many."""
     found = config_differences(run.config, other.config)
     if not found:
         return other.name

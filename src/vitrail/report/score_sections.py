@@ -1,4 +1,4 @@
-"""The sections about right and wrong: headline, comparison, confusion, classes, images."""
+"""Sections about accuracy: headline, comparison, confusion matrix, per-class scores, example images."""
 
 from __future__ import annotations
 
@@ -20,70 +20,65 @@ from vitrail.report.report_data import (
 from vitrail.report.thumbnails import img, thumbnail
 
 MAX_MATRIX_CLASSES = 25
-"""Classes up to which the whole confusion matrix is shown."""
+"""Number of classes up to which the whole confusion matrix is shown."""
 MAX_BARS = 40
-"""Classes up to which each has a bar; of more, the worst."""
+"""Number of classes up to which every class has a bar; with more, only the worst."""
 NUM_WORST = 16
 SHORT_NAME_LENGTH = 4
-"""Characters of class names that need no room of their own."""
+"""Length of class names up to which columns can be narrow."""
 NUM_MISTAKES, NUM_CORRECT = 24, 14
 
 SPLIT_NAMES = {"test": "test", "validation": "validation", "held out": "held-out"}
-"""What `Splits.eval_split` says -> an adjective."""
+"""`Splits.eval_split` -> adjective."""
 
 
 def headline_scores(report: ReportData) -> dict[str, Any] | None:
-    """What was measured on the images that are shown: of the final model, else the run's last one."""
+    """The scores on the images that are shown: those of the final model, or else the last evaluation of the run."""
     return report.scores.to_dict() if report.scores is not None else report.run.last_scores
 
 
 def headline(report: ReportData) -> Markup:
-    """The result in one sentence, and what stands beside it."""
-    found, place = headline_scores(report), SPLIT_NAMES.get(report.measured_on, report.measured_on)
+    """The main result in one sentence, with its interval below."""
+    found, split = headline_scores(report), SPLIT_NAMES.get(report.measured_on, report.measured_on)
     if found is None or found.get("top1") is None:
         return _loss_headline(report, found)
     if report.run.test_scores is None:
-        chosen = report.measured_on != "test" and report.run.config.get("keep") in ("auto", "best")
-        warned = "The weights were chosen on these same images, so new ones may do a little worse." if chosen else ""
-        return _accuracy_headline(report, found, place, warned)
+        selected = report.measured_on != "test" and report.run.config.get("keep") in ("auto", "best")
+        caveat = "The weights were selected on these images, so accuracy on new images may be slightly lower."
+        return _accuracy_headline(report, found, split, caveat if selected else "")
     name = "map" if found.get("map") is not None else "top1"
-    other = pluralize(int(found["count"]), f"{place} image")
-    return _accuracy_headline(
-        report, report.run.test_scores, "test", f"On {other}: {format_percent(found[name], int(found['count']))}."
-    )
-
-
-def _accuracy_headline(report: ReportData, found: dict[str, Any], place: str, more: str) -> Markup:
     count = int(found["count"])
-    images = pluralize(count, f"{place} image")
+    other = f"On {pluralize(count, f'{split} image')}: {format_percent(found[name], count)}."
+    return _accuracy_headline(report, report.run.test_scores, "test", other)
+
+
+def _accuracy_headline(report: ReportData, found: dict[str, Any], split: str, more: str) -> Markup:
+    count = int(found["count"])
+    images = pluralize(count, f"{split} image")
     if found.get("map") is not None:
         classes = pluralize(len(report.labels), "class", "classes")
         first = tag("strong", format_percent(found["map"], count))
-        sentence = tag("p", first, f" mean average precision over {classes} on {images}.", cls="headline")
+        sentence = tag("p", first, f" mean average precision over {classes} ({images}).", cls="headline")
         return join(sentence, tag("p", more, cls="sub") if more else None)
     first = tag("strong", format_percent(found["top1"], count))
-    sentence = tag("p", first, f" of {images} {'is' if count == 1 else 'are'} named correctly.", cls="headline")
-    details = [f"With 95 % confidence, between {format_interval(found['low'], found['high'], count, 'and')}."]
+    sentence = tag("p", first, f" top-1 accuracy ({images}).", cls="headline")
+    details = [f"95 % interval: {format_interval(found['low'], found['high'], count)}."]
     if len(report.labels) > 10:
-        details.append(f"The right class is among the first five for {format_percent(found['top5'], count)}.")
+        details.append(f"Top-5 accuracy: {format_percent(found['top5'], count)}.")
     return join(sentence, tag("p", " ".join([*details, more]).strip(), cls="sub"))
 
 
 def _loss_headline(report: ReportData, found: dict[str, Any] | None) -> Markup:
-    """Where there is no accuracy: how far the loss came down."""
+    """The final training loss, if there is no accuracy."""
     _, losses = report.run.training_curve("loss")
     if not len(losses):
         return tag("p", "Nothing has been measured yet.", cls="headline")
-    fell = (
-        f" is what the loss came to, from {format_number(losses[0])} at the start."
-        if len(losses) > 1
-        else " is the loss."
-    )
-    sentence = tag("p", tag("strong", format_number(losses[-1])), fell, cls="headline")
+    start = f" (from {format_number(losses[0])} at the start)" if len(losses) > 1 else ""
+    sentence = tag("p", tag("strong", format_number(losses[-1])), f" training loss{start}.", cls="headline")
     if found is None or found.get("loss") is None:
         return sentence
-    held = f"On {SPLIT_NAMES.get(report.measured_on, report.measured_on)} images it is {format_number(found['loss'])}."
-    return join(sentence, tag("p", held, cls="sub"))
+    split = SPLIT_NAMES.get(report.measured_on, report.measured_on)
+    return join(sentence, tag("p", f"Loss on {split} images: {format_number(found['loss'])}.", cls="sub"))
 
 
 def comparison(report: ReportData) -> Markup:
@@ -92,9 +87,9 @@ def comparison(report: ReportData) -> Markup:
     if own is None or own.get("top1") is None or own.get("map") is not None:
         return Markup("")
     rows: list[tuple[str, dict[str, Any], str]] = [("this model", own, "run0")]
-    if report.run.test_scores is not None:  # baselines and other runs were measured where `own` was
-        place = SPLIT_NAMES.get(report.measured_on, report.measured_on)
-        rows = [("this model, test", report.run.test_scores, "run0"), (f"this model, {place}", own, "run0")]
+    if report.run.test_scores is not None:  # baselines and other runs were measured on the same split as `own`
+        split = SPLIT_NAMES.get(report.measured_on, report.measured_on)
+        rows = [("this model, test", report.run.test_scores, "run0"), (f"this model, {split}", own, "run0")]
     rows += [(name, baseline.to_dict(), "baseline") for name, baseline in report.baselines.items()]
     others = [(name, run.last_scores) for name, run in report.other_runs.items()]
     rows += [
@@ -113,8 +108,8 @@ def comparison(report: ReportData) -> Markup:
     return tag("div", *lines, tag("div", tag("div", *axis, cls="track"), cls="forest-axis"), cls="forest")
 
 
-def _axis_percent(share: float, start: float) -> float:
-    return 100 * (share - start) / (1 - start)
+def _axis_percent(fraction: float, start: float) -> float:
+    return 100 * (fraction - start) / (1 - start)
 
 
 def _forest_row(name: str, found: dict[str, Any], cls: str, start: float) -> Markup:
@@ -136,7 +131,7 @@ def _forest_row(name: str, found: dict[str, Any], cls: str, start: float) -> Mar
 
 
 def confusion(report: ReportData) -> Markup:
-    """The matrix where it can be read; else the pairs that are mixed up most."""
+    """The confusion matrix if it is small enough; otherwise the most frequently confused pairs."""
     scores = report.scores
     assert scores is not None
     if (
@@ -144,15 +139,15 @@ def confusion(report: ReportData) -> Markup:
         and 2 <= len(scores.confusion) <= MAX_MATRIX_CLASSES
         and len(report.labels) == len(scores.confusion)
     ):
-        place = SPLIT_NAMES.get(report.measured_on, report.measured_on)
-        text = f"In rows what {pluralize(scores.count, f'{place} image')} truly show, in columns what the model said."
+        split = SPLIT_NAMES.get(report.measured_on, report.measured_on)
+        text = f"Rows: true class. Columns: predicted class. {pluralize(scores.count, f'{split} image')}."
         note = tag("p", text, cls="caption")
         return join(note, tag("div", _matrix(report, scores), cls="scroll"))
     return pairs(report)
 
 
 def wide_matrix(report: ReportData) -> bool:
-    """Whether the matrix needs the whole width of the page: in half of it, columns of named classes are cut off."""
+    """Whether the matrix needs the whole page width, because half of it would cut off columns with long names."""
     return 10 < len(report.labels) <= MAX_MATRIX_CLASSES and _has_long_names(report)
 
 
@@ -183,102 +178,100 @@ def _matrix(report: ReportData, scores: Scores) -> Markup:
 
 
 def _cell(report: ReportData, i: int, j: int, count: int, total: int, wrong: int) -> Markup:
-    """Right answers in one color by their share, wrong ones in another, so strong that a single one is seen."""
+    """Correct predictions in one color by their fraction, errors in another that makes a single one visible."""
     if not count:
         return tag("td", tag("span", "·", cls="none"))
     strength = 0.15 + 0.75 * count / max(total, 1) if i == j else 0.25 + 0.65 * count / max(wrong, 4)
     kind = "hit" if i == j else "miss"
-    said = f"{report.label(i)} said to be {report.label(j)}: {count} of {total}"
+    about = f"{report.label(i)} predicted as {report.label(j)}: {count} of {total}"
     deep = " deep" if strength > 0.5 else ""
-    return tag("td", f"{count:,}", cls=f"{kind}{deep}", style=f"--a:{strength:.2f}", title=said)
+    return tag("td", f"{count:,}", cls=f"{kind}{deep}", style=f"--a:{strength:.2f}", title=about)
 
 
 def pairs(report: ReportData) -> Markup:
-    """The commonest mistakes by class, as a list."""
+    """The most frequently confused classes, as a list."""
     assert report.scores is not None
     found = confused_pairs(report.scores, NUM_WORST)
     if not found:
-        return tag("p", "No two classes were mixed up.", cls="quiet")
+        return tag("p", "No two classes were confused.", cls="quiet")
     most = found[0][2]
     rows = [
         tag(
             "li",
-            tag("span", tag("b", report.label(a)), " said to be ", tag("b", report.label(b)), cls="pair"),
+            tag("span", tag("b", report.label(a)), " predicted as ", tag("b", report.label(b)), cls="pair"),
             tag("span", cls="bar miss", style=f"--w:{100 * n / most:.1f}%"),
             tag("span", f"{n:,} ×", cls="much"),
         )
         for a, b, n in found
     ]
-    return join(tag("p", "Mixed up most often:", cls="caption"), tag("ol", *rows, cls="pairs"))
+    return join(tag("p", "Most frequent confusions:", cls="caption"), tag("ol", *rows, cls="pairs"))
 
 
 def classes(report: ReportData) -> Markup:
-    """A bar for each class, or for the worst of many."""
+    """A bar for each class; with many classes, for the worst."""
     assert report.scores is not None
     found = class_scores(report.scores)
-    several = report.scores.average_precisions is not None
-    kept = found
+    multi_label = report.scores.average_precisions is not None
+    shown = found
     if len(found) > MAX_BARS:
-        kept = sorted(found, key=lambda c: (c.value, -c.count))[:NUM_WORST]
-    rows = [_class_bar(report, c) for c in kept]
-    short = max((len(report.label(c.index)) for c in kept), default=0) <= SHORT_NAME_LENGTH
-    what = "average precision" if several else "share named correctly, with its 95 % interval"
-    note = (
-        f"The {len(kept)} weakest of {len(found)} classes: {what}." if len(kept) < len(found) else f"By class: {what}."
-    )
+        shown = sorted(found, key=lambda c: (c.value, -c.count))[:NUM_WORST]
+    rows = [_class_bar(report, c) for c in shown]
+    short = max((len(report.label(c.index)) for c in shown), default=0) <= SHORT_NAME_LENGTH
+    what = "average precision" if multi_label else "recall, with its 95 % interval"
+    which = f"The {len(shown)} worst of {len(found)} classes" if len(shown) < len(found) else "By class"
+    note = f"{which}: {what}."
     return join(tag("p", note, cls="caption"), tag("div", *rows, cls="bars narrow" if short else "bars"))
 
 
-def _class_bar(report: ReportData, one: ClassScore) -> Markup:
-    name = report.label(one.index)
-    track = [tag("span", cls="fill", style=f"width:{100 * one.value:.1f}%")]
-    if one.low is not None and one.high is not None:
-        track.append(
-            tag("span", cls="whisker", style=f"left:{100 * one.low:.1f}%;width:{100 * (one.high - one.low):.1f}%")
-        )
+def _class_bar(report: ReportData, score: ClassScore) -> Markup:
+    name = report.label(score.index)
+    track = [tag("span", cls="fill", style=f"width:{100 * score.value:.1f}%")]
+    if score.low is not None and score.high is not None:
+        width = 100 * (score.high - score.low)
+        track.append(tag("span", cls="whisker", style=f"left:{100 * score.low:.1f}%;width:{width:.1f}%"))
     return tag(
         "div",
-        tag("span", report.short_label(one.index), cls="who", title=name),
+        tag("span", report.short_label(score.index), cls="who", title=name),
         tag("div", *track, cls="track"),
-        tag("span", f"{100 * one.value:.0f} %", cls="much"),
-        tag("span", f"of {one.count:,}", cls="of"),
+        tag("span", f"{100 * score.value:.0f} %", cls="much"),
+        tag("span", f"of {score.count:,}", cls="of"),
         cls="bar-row",
     )
 
 
 def mistakes(report: ReportData) -> Markup:
-    """The images the model was surest about and wrong."""
+    """The errors with the highest confidence."""
     samples = report.scores.samples if report.scores else None
     if samples is None:
         return Markup("")
     cards = []
     for mistake in most_confident_errors(samples, NUM_MISTAKES):
-        truth, said = report.true_labels(samples, mistake.row), report.short_label(mistake.predicted)
-        rest = tag("span", "truly ", tag("b", truth), cls="truth")
-        about, index = f"{truth}, said to be {said}", int(samples.index[mistake.row])
-        cards.append(_card(report, index, said, mistake.score, about, rest, "wrong"))
+        truth, predicted = report.true_labels(samples, mistake.row), report.short_label(mistake.predicted)
+        rest = tag("span", "true: ", tag("b", truth), cls="truth")
+        about, index = f"{truth}, predicted as {predicted}", int(samples.index[mistake.row])
+        cards.append(_card(report, index, predicted, mistake.score, about, rest, "wrong"))
     cards = [c for c in cards if c]
     if not cards:
-        return tag("p", "There is none to show.", cls="quiet")
-    note = "Images as the network sees them, with how sure it was."
+        return tag("p", "There are none to show.", cls="quiet")
+    note = "Preprocessed images with the predicted class and its probability."
     return join(tag("p", note, cls="caption"), tag("div", *cards, cls="gallery"))
 
 
 def correct_examples(report: ReportData) -> Markup:
-    """Usual right answers."""
+    """Typical correct predictions."""
     samples = report.scores.samples if report.scores else None
     if samples is None:
         return Markup("")
     cards = []
     for row in typical_correct(samples, NUM_CORRECT):
-        said, truth = report.short_label(int(samples.prediction[row])), report.true_labels(samples, row)
+        predicted, truth = report.short_label(int(samples.prediction[row])), report.true_labels(samples, row)
         index, score = int(samples.index[row]), float(samples.score[row])
-        rest = tag("span", "truly ", tag("b", truth), cls="truth") if truth != said else None
-        cards.append(_card(report, index, said, score, f"{said}, correctly", rest, "right"))
+        rest = tag("span", "true: ", tag("b", truth), cls="truth") if truth != predicted else None
+        cards.append(_card(report, index, predicted, score, f"{predicted}, correct", rest, "right"))
     cards = [c for c in cards if c]
     if not cards:
         return Markup("")
-    note = "The likeliest class is one of the image's own." if report.multi_label else None
+    note = "The prediction is one of the image's classes." if report.multi_label else None
     return join(tag("p", note, cls="caption") if note else None, tag("div", *cards, cls="gallery small"))
 
 
@@ -286,7 +279,7 @@ def _card(report: ReportData, index: int, name: str, score: float, about: str, r
     pixels = report.pixels(index)
     if pixels is None:
         return Markup("")
-    said = tag("span", name, cls="said")
-    sure = tag("span", f"{100 * score:.0f} %", cls="much")
-    text = tag("figcaption", said, sure, rest)
+    label = tag("span", name, cls="predicted")
+    probability = tag("span", f"{100 * score:.0f} %", cls="much")
+    text = tag("figcaption", label, probability, rest)
     return tag("figure", img(thumbnail(pixels), about), text, cls=f"card {cls}", title=report.key(index))

@@ -1,4 +1,4 @@
-"""Small images inside a page."""
+"""Images embedded in an HTML page."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vitrail.explain.overlays import Pixels
 from vitrail.report.markup import Markup, tag
 
 MAX_EXACT_SIZE = 64
-"""Up to this side an image is kept pixel for pixel and enlarged without blurring."""
+"""Images up to this size are embedded as PNG and scaled up without blurring."""
 THUMBNAIL_SIZE = 176
-"""Larger ones are shrunk to this side."""
+"""Larger images are downscaled to this size."""
 
 
 def thumbnail(pixels: Pixels) -> Pixels:
-    """At most `THUMBNAIL_SIZE` a side, aspect kept; small images stay as they are."""
+    """Downscale to at most `THUMBNAIL_SIZE` pixels, keeping the aspect ratio."""
     height, width = pixels.shape[:2]
     if max(height, width) <= THUMBNAIL_SIZE:
         return pixels
@@ -28,7 +28,7 @@ def thumbnail(pixels: Pixels) -> Pixels:
 
 
 def data_uri(pixels: Pixels) -> str:
-    """The image itself as an address: PNG where every pixel matters, JPEG for photographs."""
+    """The image as a data URI: PNG if it is small or transparent, else JPEG."""
     out, image = io.BytesIO(), Image.fromarray(pixels)
     kind = "png" if pixels.shape[2] == 4 or max(pixels.shape[:2]) <= MAX_EXACT_SIZE else "jpeg"
     image.save(out, kind, **({"optimize": True} if kind == "png" else {"quality": 84}))
@@ -42,7 +42,7 @@ def png_uri(pixels: Pixels) -> str:
 
 
 def img(pixels: Pixels, alt: str, *, exact: bool = False) -> Markup:
-    """An <img> that holds its image; `exact` keeps it a PNG with sharp pixels whatever its size."""
+    """An <img> with its image embedded; `exact` forces PNG and sharp pixels."""
     height, width = pixels.shape[:2]
     sharp = exact or max(height, width) <= MAX_EXACT_SIZE
     source = png_uri(pixels) if exact else data_uri(pixels)
