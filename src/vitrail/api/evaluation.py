@@ -131,8 +131,7 @@ def evaluate(
         per_process = -(-len(source) // distributed.world_size)
         per_batch = min(batch_size or BATCH_SIZES.get(distributed.device.type, 256), per_process)
         mapped = MappedSource(source, match)
-        task = _EvaluationTask(mapped, match, config, valid, distributed, per_batch, flip, bins, progress
-        )
+        task = _EvaluationTask(mapped, match, config, valid, distributed, per_batch, flip, bins, progress)
         results: list[SizeResult] = []
         unreadable: dict[str, str] = {}
         for size in sizes:
@@ -257,7 +256,7 @@ def _evaluate_at_size(
     distributed, source = task.distributed, task.source
     net, preprocess = _resize_model(vit, size)
     net = net.to(distributed.device)
-    distributed = distributed.world_size > 1
+    several_processes = distributed.world_size > 1
     with NetworkTimer(net) as timer:
         batches = evaluation_batches(
             source,
@@ -276,8 +275,8 @@ def _evaluate_at_size(
                 num_classes=len(task.match.labels),
                 multi_label=source.multi_label,
                 loss="sigmoid" if vit.info.multi_label else "softmax",
-                reduce=distributed.all_reduce if distributed else None,
-                gather=distributed.all_gather_rows if distributed else None,
+                reduce=distributed.all_reduce if several_processes else None,
+                gather=distributed.all_gather_rows if several_processes else None,
                 flip=task.flip,
                 on_batch=lambda count: advance(count * distributed.world_size),
             )
