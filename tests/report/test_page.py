@@ -107,8 +107,8 @@ def test_every_link_leads_to_a_section(whole: Page):
 
 def test_it_opens_with_the_result_and_what_stands_beside_it(all_of_it: Whole):
     scores, said = measured(all_of_it.net, Images()), all_of_it.page.text
-    assert f"{100 * scores.top1:.1f} % of 40 test images are named correctly." in said
-    assert f"between {100 * scores.low:.1f} and {100 * scores.high:.1f} %" in said
+    assert f"{100 * scores.top1:.1f} % top-1 accuracy (40 test images)." in said
+    assert f"95 % interval: {100 * scores.low:.1f} to {100 * scores.high:.1f} %." in said
     assert "this model" in said
     assert "3 nearest neighbors" in said
     assert re.search(r"without positions 25\.0 %", said)  # the other run's last measurement
@@ -120,11 +120,11 @@ def test_it_says_what_was_trained(all_of_it: Whole):
         "ViT: width 16, 2 blocks, 2 heads, MLP 32",
         f"{parameters:,}",
         "4 × 4, 2 × 2 pixels each, 1 channel",
-        "AdamW, learning rate 0.001, gradients clipped at 1",
-        "20 epochs of batches of 256, cosine",
-        "random crop of 8 to 100 % of the area, mirrored",
-        "900 images a second, typically",
-        "6,400 images seen",
+        "AdamW, learning rate 0.001, gradient clipping 1",
+        "20 epochs, batch size 256, cosine",
+        "random crop of 8 to 100 % of the area, horizontal flip",
+        "900 images per second (median)",
+        "6,400 training images processed",
     ):
         assert part in whole.text, part
 
@@ -142,7 +142,7 @@ def test_it_says_how_to_use_it_and_to_repeat_it(whole: Page, all_of_it: Whole):
 def test_a_resumed_run_is_repeated_from_its_settings(tmp_path: Path, net: Net, command: str):
     run = write_finished(tmp_path / "my run")
     page = report(run, net, command=command)
-    assert "Run it again vitrail train 'my run/config.json'" in page.text
+    assert "Repeat the run vitrail train 'my run/config.json'" in page.text
     assert "--resume" not in page.text
     assert "--auto-resume" not in page.text
 
@@ -204,7 +204,7 @@ def test_a_run_stopped_early_says_so_and_how_to_go_on(tmp_path: Path, net: Net):
     page = report(run, net, source=Images())
     assert "This run stopped at 1 of 20 epochs" in page.text
     assert "vitrail train --resume --out early" in page.text
-    assert "1.81 is the loss." in page.text
+    assert "1.81 training loss." in page.text
 
 
 def test_a_run_that_patience_ended_is_not_told_to_go_on(tmp_path: Path, net: Net):
@@ -251,7 +251,7 @@ def test_a_run_stopped_before_its_first_step_has_a_page(tmp_path: Path, net: Net
     run = write_run(tmp_path / "nothing", [])
     page = report(run, net)
     assert "Nothing has been measured yet." in page.text
-    assert "ended before its first step was logged" in page.text
+    assert "ended before its first logged step" in page.text
 
 
 def test_a_run_that_was_killed_while_it_wrote_a_line_has_a_page(finished: Path, net: Net):
@@ -261,7 +261,7 @@ def test_a_run_that_was_killed_while_it_wrote_a_line_has_a_page(finished: Path, 
 
 
 def test_without_final_scores_the_last_measurement_is_reported(finished: Path, net: Net):
-    assert "50.0 % of 40 validation images are named correctly." in report(finished, net).text
+    assert "50.0 % top-1 accuracy (40 validation images)." in report(finished, net).text
 
 
 def test_a_test_that_had_no_part_in_choosing_comes_first(finished: Path, net: Net):
@@ -271,15 +271,15 @@ def test_a_test_that_had_no_part_in_choosing_comes_first(finished: Path, net: Ne
     source = Images()
     scores = measured(net, source)
     page = report(finished, net, scores=scores, source=source)
-    assert "61.0 % of 1,000 test images are named correctly." in page.text
+    assert "61.0 % top-1 accuracy (1,000 test images)." in page.text
     assert f"On 40 validation images: {100 * scores.top1:.1f} %." in page.text
     assert "this model, test 61.0 %" in page.text
-    assert "chosen on these same images" not in page.text
+    assert "selected on these images" not in page.text
 
 
 def test_weights_chosen_on_the_images_they_are_measured_on_say_so(finished: Path, net: Net):
     scores = measured(net, Images())
-    warning = "chosen on these same images"
+    warning = "selected on these images"
     assert warning in report(finished, net, scores=scores, measured_on="held out").text
     assert warning not in report(finished, net, scores=scores, measured_on="test").text
 
@@ -287,7 +287,7 @@ def test_weights_chosen_on_the_images_they_are_measured_on_say_so(finished: Path
 def test_where_only_averaged_weights_were_measured_they_are_the_curve(tmp_path: Path, net: Net):
     lines = [evaluated(step, step / 400) | {"ema": True} for step in (100, 200)]
     page = report(write_run(tmp_path / "ema", lines), net)
-    assert "averaged weights" not in page.text
+    assert "EMA weights" not in page.text
     assert "50.0 % validation" in page.text
 
 
@@ -295,7 +295,7 @@ def test_very_many_classes_show_the_worst_only(finished: Path):
     labels = tuple(f"class number {i}" for i in range(150))
     source, net = Images(600, labels), randomized(build(MODEL.replace(num_classes=150)))
     page = report(finished, net, scores=measured(net, source), source=source, labels=labels)
-    assert "Mixed up most often:" in page.text
+    assert "Most frequent confusions:" in page.text
     assert re.search(r"The 16 weakest of 1[45]\d classes", page.text)
     assert "The right class is among the first five for" in page.text
     assert not [a for a in page.all("table") if a.get("class") == "matrix"]
@@ -320,7 +320,7 @@ def test_several_labels_are_all_named_and_have_the_sigmoid(tmp_path: Path, net: 
     run = write_run(tmp_path / "multi_label", lines, classify={"label_smoothing": 0.1})
     page = report(run, net, scores=measured(net, source, targets), source=source)
     assert "Objective sigmoid cross-entropy, label smoothing 0.1" in page.text
-    assert "The likeliest class is one of the image's own." in page.text
+    assert "The prediction is one of the image's classes." in page.text
     looks = page.html.partition('id="attention"')[2]
     for part in (page.html.partition('id="right"')[2].partition("</section>")[0], looks.partition("</section>")[0]):
         assert "cat, dog &amp; co, sea horse" in part
@@ -334,9 +334,9 @@ def test_masked_patches_have_a_loss_and_no_accuracy(tmp_path: Path):
     run = write_run(tmp_path / "masked", lines, objective="masked-patch")
     net = randomized(build(MODEL.replace(num_classes=0)))
     page = report(run, net, source=Images(), labels=())
-    assert "0.271 is what the loss came to, from 1.81 at the start." in page.text
-    assert "On validation images it is 0.5." in page.text
-    assert "guess corrupted patches" in page.text
+    assert "0.271 training loss (from 1.81 at the start)." in page.text
+    assert "Loss on validation images: 0.5." in page.text
+    assert "predict corrupted patches" in page.text
     assert "vitrail finetune --model" in page.text
     assert "classes" not in page.ids()
     assert "Accuracy" not in page.text
@@ -384,7 +384,7 @@ def test_an_image_that_cannot_be_read_any_more_is_left_out(finished: Path, net: 
             return type(sample)(sample.key, tmp_path / "gone.png", sample.target)
 
     page = report(finished, net, scores=measured(net, Images()), source=Gone())
-    assert "There is no image to look at." in page.text
+    assert "There are no images to show." in page.text
     assert "There is none to show." in page.text
 
 

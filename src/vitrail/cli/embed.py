@@ -128,7 +128,7 @@ def embed(
     if result.unreadable and not skip_bad:
         count = len(result.unreadable)
         images = "image" if count == 1 else "images"
-        print_error(f"skipped {count:,} unreadable {images}; add --skip-bad if this is not an error.")
+        print_error(f"skipped {count:,} unreadable {images}; add --skip-bad to allow this.")
         raise typer.Exit(1)
 
 
