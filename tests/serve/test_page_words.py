@@ -12,8 +12,8 @@ from browsing import CAT, answered, lights, patch, query, settled
 from small_models import model, small
 
 import vitrail
-from vitrail.explain import attention_views
-from vitrail.explain.attention import Walk
+from vitrail.explain import attention_maps
+from vitrail.explain.attention import AttentionIterator
 from vitrail.explain.occlusion import windows
 
 pytest.importorskip("playwright", reason="the page is tested with it: pip install playwright")
@@ -50,7 +50,7 @@ def test_the_first_sight_says_what_to_do_and_shows_something(opened: Opened) -> 
 def test_whoever_gets_most_is_named_first(opened: Opened) -> None:
     torch.manual_seed(3)
     vit = model(small(class_token=True))
-    last = list(Walk(vit.net, vit.preprocess(CAT)))[-1][0].mean(0)  # T T
+    last = list(AttentionIterator(vit.net, vit.preprocess(CAT)))[-1][0].mean(0)  # T T
     with run_server(served(vit)) as (client, _):
         page = answered(opened("#image=cat&layer=2", at=str(client.base_url)))
         for token in (0, 1, 6, 16):
@@ -68,7 +68,7 @@ def test_whoever_gets_most_is_named_first(opened: Opened) -> None:
 
 def test_the_scale_says_how_bright_is_how_much(opened: Opened, cifar10: vitrail.Model) -> None:
     page = answered(opened("#image=cat&layer=4&ask=4.7"))
-    row = attention_views(cifar10.net, cifar10.preprocess(CAT), query=(4, 7), layers=(3,))[0][0, 0].mean(0).flatten()
+    row = attention_maps(cifar10.net, cifar10.preprocess(CAT), query=(4, 7), layers=(3,))[0][0, 0].mean(0).flatten()
     ordered = row.sort().values
     high = max(float(ordered[int(0.965 * 63)]), 0.3 * float(ordered[-1]))
     low = min(float(ordered[int(0.2 * 63)]), 0.4 * high)
@@ -210,7 +210,7 @@ def test_row_column_and_the_brightest_patch_are_marked(opened: Opened, cifar10: 
     page.mouse.move(*patch(page, 2, 5))
     expect(page.locator(".tag.row")).to_have_text("3")
     expect(page.locator(".tag.column")).to_have_text("6")
-    row = attention_views(cifar10.net, cifar10.preprocess(CAT), query=(3, 6), layers=(3,))[0][0, 0].mean(0)
+    row = attention_maps(cifar10.net, cifar10.preprocess(CAT), query=(3, 6), layers=(3,))[0][0, 0].mean(0)
     best = divmod(int(row.argmax()), 8)
     assert best != (2, 5)
     script = """([row, column]) => {
