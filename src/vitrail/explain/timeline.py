@@ -36,10 +36,10 @@ class Moment:
 
 @dataclass(frozen=True)
 class Frames:
-    """What was seen at each moment, by name, the moments first.
+    """Arrays by name, with the T snapshots as the first dimension.
 
-    positions T h w h w; filters T n p q C with shares T n; distances T L H with uniform T, that of a head which
-    looks everywhere alike; rollout T h w.
+    positions T h w h w; filters T n p q C with shares T n; distances T L H with uniform T, the distance of uniform
+    attention; rollout T h w.
     """
 
     arrays: Mapping[str, Floats]
@@ -54,10 +54,10 @@ class Frames:
 def frames(
     nets: Iterable[Net], what: Sequence[str] = (), *, images: Tensor | None = None, image: Tensor | None = None
 ) -> Frames:
-    """Look into one network after the other, the same one at moments of its training.
+    """Compute the arrays of each network, the snapshots of one run in order.
 
-    `what`: some of `SUBJECTS`, else all of them. Attention distance is the mean over `images`, rollout is
-    of `image` (both B C H W); without them, they are left out.
+    `what`: some of `SUBJECTS`; default all. Attention distances are averaged over `images`, the rollout is that of
+    `image` (both B C H W); without them, these subjects are skipped.
     """
     for name in what:
         if name not in SUBJECTS:
@@ -82,9 +82,9 @@ def frames(
 
 
 def align_filters(patterns: Floats, shares: Floats) -> tuple[Floats, Floats]:
-    """T n p q C and T n: each moment's patterns in the order and with the signs of those that they become.
+    """T n p q C and T n: reorder and sign the components of each snapshot to match those of the next one.
 
-    From the last moment, whose order is kept, backwards: pairs are chosen for the largest sum of absolute cosines.
+    The last snapshot keeps its order. Pairs maximize the sum of absolute cosine similarities.
     """
     from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 
