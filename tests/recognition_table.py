@@ -35,7 +35,7 @@ Outcome = Literal["exact", "asked", "refused", "unnamed", "misread"]
 ROUNDING = 3e-6
 """The largest relative difference in float64 that counts as none. CLIP's epsilon in place of ViT's gives more; 1e-6 in
 place of 1e-12 does not, and a bare file of ViT-MSN is not told from one of ViT."""
-OPTION = re.compile(r"\b(activation|heads|family|position|image)=")
+OPTION = re.compile(r"\b(activation|num_heads|family|position|image_size)=")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Sample:
 
     model: nn.Module
     answer: Callable[[Tensor], Tensor]
-    image: tuple[int, int]
+    image_size: tuple[int, int]
     """Height and width it takes."""
     save: Callable[[Path], object]
     """Writes the folder as its library does."""
@@ -119,7 +119,7 @@ def refusal(case: Case, form: Form, sample: Sample, path: Path, said: str) -> tu
 @torch.no_grad()
 def difference(net: nn.Module, sample: Sample) -> float:
     """Of the logits, relative; infinite where they are of another shape."""
-    images = torch.randn(1, 3, *sample.image, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    images = torch.randn(1, 3, *sample.image_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     try:
         ours, theirs = net(images), sample.answer(images)
     except VitrailError:

@@ -176,7 +176,7 @@ def made(peer: Peer) -> Sample:
     return Sample(
         model=model,
         answer=partial(answer, peer, model),
-        image=_pair(getattr(config, "image_size", 32)),
+        image_size=_pair(getattr(config, "image_size", 32)),
         save=model.save_pretrained,
         truth=truth,
     )

@@ -55,7 +55,7 @@ def test_the_command_gives_the_same_logits(real_checkpoint, photographs, tmp_pat
     assert len(entry["logits"]) == 1000
     assert entry["logits"][:5] == pytest.approx(FIRST_LOGITS, abs=1e-4)
     assert entry["predictions"][0]["index"] == photographs[0][1]
-    assert "preprocessing is not in the file" in done.stderr
+    assert "the file does not store preprocessing" in done.stderr
 
 
 @pytest.mark.peer

@@ -27,7 +27,7 @@ from vitrail.errors import CheckpointError, ConfigError, FormatError, NotFoundEr
 from vitrail.models import Net, build
 from vitrail.weights import checkpoint
 from vitrail.weights.archive import LazyTensors, open_archive
-from vitrail.weights.google import POSEMBED
+from vitrail.weights.google import ORIGINAL_POSITION
 from vitrail.weights.model_info import ModelInfo, default_preprocess
 
 SMALL: dict[str, Any] = {
@@ -117,7 +117,7 @@ def test_a_missing_tensor_is_named_with_the_format_assumed(kind: str, tmp_path: 
     whole = tensors_of(path)
     for name in whole:
         rest = {n: t for n, t in whole.items() if n != name}
-        if name in ("params/cls", "params/pos_embedding", POSEMBED):
+        if name in ("params/cls", "params/pos_embedding", ORIGINAL_POSITION):
             with holding(path, rest):
                 checkpoint.read(path)  # a network that there is
             continue

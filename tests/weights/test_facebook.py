@@ -301,17 +301,20 @@ DINOV2: dict[str, Any] = PLAIN | {"num_classes": 0, "layer_scale": 1e-5}
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (PLAIN | {"pool": "gap"}, "a mean over patches normalized first"),
+        (PLAIN | {"pool": "gap"}, "pool='gap' after the norm"),
         (PLAIN | {"pool_norm": "none"}, "without a final norm"),
         (PLAIN | {"proj_bias": False}, "outputs without bias in MAE, DINO, DeiT"),
         (PLAIN | {"activation": "swiglu"}, "SwiGLU outside DINOv2"),
         (PLAIN | {"distilled": True, "position_on_class": False}, "distillation token without a position"),
         (DINOV2 | {"num_classes": 5}, "a head in DINOv2"),
         (DINOV2 | {"distilled": True}, "a distillation token in DINOv2"),
-        (DINOV2 | {"pool": "gap", "pool_norm": "after"}, "a mean over patches in DINOv2"),
-        (DINOV2 | {"activation": "swiglu", "mlp_dim": 340}, "SwiGLU of width 340, no multiple of 8"),
+        (DINOV2 | {"pool": "gap", "pool_norm": "after"}, "pool='gap' in DINOv2"),
+        (DINOV2 | {"activation": "swiglu", "mlp_dim": 340}, "SwiGLU of width 340, which is not a multiple of 8"),
         (DINOV2 | {"activation": "swiglu", "position_on_class": False}, "SwiGLU outside DINOv2"),
-        (DINOV2 | {"num_registers": 2, "position_on_class": False}, "registers without a position on the class token"),
+        (
+            DINOV2 | {"num_registers": 2, "position_on_class": False},
+            "registers beside a class token without a position",
+        ),
         (PLAIN | {"num_heads": 4}, "num_heads=4"),
         (PLAIN | {"norm_eps": 1e-5}, "epsilon of 1e-05"),
     ],
@@ -352,7 +355,7 @@ def test_without_any_one_of_its_tensors_a_file_is_an_error_that_names_it(
 
 def test_beit_is_told_apart(tmp_path: Path) -> None:
     tables = {f"blocks.{i}.attn.relative_position_bias_table": draw(9, HEADS) for i in range(DEPTH)}
-    with pytest.raises(FormatError, match=r"this is BEiT, .* which vitrail does not read yet"):
+    with pytest.raises(FormatError, match=r"this is BEiT, .* which vitrail does not support"):
         read(deit3() | tables | {"mask_token": draw(1, 1, D)}, tmp_path)
 
 

@@ -103,7 +103,7 @@ def test_positions_are_resized_as_the_original_does(name: str) -> None:
     stride = config.stem.stride if config.stem else 1
     height, width = (n * side * stride for n, side in zip((rows, columns), pair(config.patch_size), strict=True))
     resized = net.resized((height, width))
-    whole = google.GOOGLE.table(resized.config).write(resized.state_dict(), resized.config)[google.POSEMBED]
+    whole = google.GOOGLE.table(resized.config).write(resized.state_dict(), resized.config)[google.ORIGINAL_POSITION]
     assert (whole - wanted["pos_embedding_resized"]).abs().max() <= 1e-6
 
 
@@ -150,7 +150,7 @@ def test_the_config_is_read_from_names_and_shapes(name: str, options: dict[str, 
 
 def test_a_size_that_is_not_stored_is_assumed_and_said() -> None:
     _, info = checkpoint.read(golden("bigvision_gap_sincos.npz"))
-    assert info.notes == ("no positions are stored, so neither is the image's size: 224x224 assumed.",)
+    assert info.notes == ("the file stores no position embedding and therefore no image size: 224x224 is assumed.",)
     values = arrays("bigvision_gap_sincos")
     values["params/embedding/kernel"] = np.zeros((13, 9, 3, 48), np.float32)
     _, info = read(google.BIG_VISION, values)
@@ -171,7 +171,7 @@ def test_a_head_of_zeros_is_kept_and_said(zeros: tuple[str, ...]) -> None:
         values[f"head/{part}"] = np.zeros_like(values[f"head/{part}"])
     net, info = read(google.GOOGLE, values)
     assert not net.head.weight.any()
-    assert any("head is zero" in note for note in info.notes) == (len(zeros) == 2)
+    assert any("weights of the head are zero" in note for note in info.notes) == (len(zeros) == 2)
 
 
 def test_without_positions_the_original_has_none() -> None:
@@ -322,11 +322,15 @@ def test_positions_of_n_plus_one_rows_place_big_visions_class_token_too() -> Non
         ),
         (
             "google_token",
-            {google.POSEMBED: np.zeros((1, 25, 48), np.float32)},
-            "25 rows, which are no square grid and a cl",
+            {google.ORIGINAL_POSITION: np.zeros((1, 25, 48), np.float32)},
+            "25 rows, which is not a square grid plus a cl",
         ),
-        ("google_gap", {google.POSEMBED: np.zeros((1, 26, 48), np.float32)}, "26 rows, which are no square grid;"),
-        ("google_gap", {google.POSEMBED: np.zeros((25, 48), np.float32)}, "wanted 3 dimensions"),
+        (
+            "google_gap",
+            {google.ORIGINAL_POSITION: np.zeros((1, 26, 48), np.float32)},
+            "26 rows, which is not a square grid, and",
+        ),
+        ("google_gap", {google.ORIGINAL_POSITION: np.zeros((25, 48), np.float32)}, "wanted 3 dimensions"),
         ("google_token", {"head/kernel": np.zeros((47, 10), np.float32)}, "wrong shapes: head.weight"),
         ("bigvision_tok", {"params/MAPHead_0/probe": np.zeros((1, 1, 48), np.float32)}, "missing MAPHead_0/"),
     ],

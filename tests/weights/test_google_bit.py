@@ -48,7 +48,7 @@ def test_outputs_are_big_visions() -> None:
         layers=(1, 1, 1, 1), width_factor=0.5, num_classes=10, image_size=224, root_pad="none"
     )
     assert (info.family, info.task, info.labels) == ("BiT", "classify", None)
-    assert info.notes == ("the image's size is not stored: 224 assumed, and BiT takes any.",)
+    assert info.notes == ("the file does not store an image size: 224 is assumed; BiT accepts any size.",)
     with torch.no_grad():
         logits = net(torch.from_numpy(values["images_nhwc"]).permute(0, 3, 1, 2))
     assert relative(logits, torch.from_numpy(values["logits"])) <= 1e-5

@@ -19,7 +19,7 @@ from vitrail.errors import ConversionError, FormatError
 from vitrail.weights import checkpoint
 from vitrail.weights.archive import Archive, LazyTensors
 from vitrail.weights.huggingface import HUGGINGFACE
-from vitrail.weights.huggingface_preprocess import read, written
+from vitrail.weights.huggingface_preprocess import preprocessor_json, read_preprocess
 from vitrail.weights.model_info import ModelInfo
 
 transformers: Any = import_peer("transformers")
@@ -80,7 +80,7 @@ def test_without_config_json_published_sizes_are_still_known(model: str, config:
 
 
 def test_without_config_json_unusual_heads_are_asked_for() -> None:
-    with pytest.raises(FormatError, match="how many heads share width 32"):
+    with pytest.raises(FormatError, match="the number of heads at width 32"):
         HUGGINGFACE.infer_info(vit())
 
 
@@ -140,12 +140,12 @@ def test_an_image_the_patches_do_not_cover_gives_the_peers_numbers(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"hidden_act": "relu"}, "hidden_act='relu'; vitrail has gelu"),
-        ({"model_type": "beit"}, "model_type='beit', the tensors look like vit"),
-        ({"hidden_size": 64}, "hidden_size=64, the tensors have 32"),
-        ({"num_hidden_layers": 3}, "num_hidden_layers=3, the tensors have 2"),
-        ({"patch_size": 16}, "patch_size=16, the tensors have"),
-        ({"image_size": 40}, "image_size=40: 5 x 5 patches; there are 16 positions"),
+        ({"hidden_act": "relu"}, "hidden_act='relu', which vitrail does not support; supported: gelu"),
+        ({"model_type": "beit"}, "model_type='beit', but the tensors are those of vit"),
+        ({"hidden_size": 64}, "hidden_size=64, but the tensors have 32"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers=3, but the tensors have 2"),
+        ({"patch_size": 16}, "patch_size=16, but the tensors have"),
+        ({"image_size": 40}, r"image_size=40 \(5x5 patches\), but the tensors have 16 positions"),
         ({"pooler_act": "relu"}, "pooler_act='relu'"),
     ],
 )
@@ -190,7 +190,7 @@ def test_registers_may_be_none_of_them() -> None:
 def test_positions_of_no_square_need_a_size() -> None:
     config = transformers.ViTConfig(**VIT | {"image_size": [16, 40]})
     assert HUGGINGFACE.infer_info(archive_of("ViTModel", config, {})).config.image_size == (16, 40)
-    with pytest.raises(FormatError, match="10 positions are no square"):
+    with pytest.raises(FormatError, match="10 positions are not a square grid"):
         HUGGINGFACE.infer_info(archive_of("ViTModel", config, {"image_size": None}))
 
 
@@ -248,7 +248,7 @@ def processed(stated: dict[str, Any], folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_images_are_prepared_as_transformers_does(name: str, tmp_path: Path) -> None:
     stated = PROCESSORS[name]
-    preprocess, notes = read(stated, "vit", (40, 40), 3)
+    preprocess, notes = read_preprocess(stated, "vit", (40, 40), 3)
     assert not notes
     ours = Preprocess(preprocess)(photograph())
     theirs = processed(stated, tmp_path)
@@ -260,11 +260,11 @@ def test_images_are_prepared_as_transformers_does(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", PROCESSORS)
 @pytest.mark.parametrize("kind", ["vit", "clip", "siglip", "dinov2"])
 def test_a_processor_comes_back_and_means_the_same_there(name: str, kind: str, tmp_path: Path) -> None:
-    preprocess, _ = read(PROCESSORS[name], kind, (40, 40), 3)
-    again, notes = read(written(preprocess, kind), kind, (40, 40), 3)
+    preprocess, _ = read_preprocess(PROCESSORS[name], kind, (40, 40), 3)
+    again, notes = read_preprocess(preprocessor_json(preprocess, kind), kind, (40, 40), 3)
     assert not notes
     assert again == preprocess
-    theirs = processed(written(preprocess, kind), tmp_path)
+    theirs = processed(preprocessor_json(preprocess, kind), tmp_path)
     assert (Preprocess(preprocess)(photograph()) - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
@@ -276,27 +276,27 @@ def test_a_processor_among_words_is_found() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"do_resize": False}, "does not resize"),
-        ({"size": {"longest_edge": 40}}, "a size vitrail does not know"),
+        ({"do_resize": False}, "do_resize=false"),
+        ({"size": {"longest_edge": 40}}, "an unsupported size"),
         ({"size": {"shortest_edge": 40}}, "does not crop"),
-        ({"resample": 5}, "Pillow's filter 5"),
-        ({"image_processor_type": "LevitImageProcessor"}, "nothing that only this class does"),
+        ({"resample": 5}, "resample=5, which is not supported"),
+        ({"image_processor_type": "LevitImageProcessor"}, "anything else that this class does is ignored"),
         ({"size": {"height": 40, "width": 60}, "crop_size": 40, "do_center_crop": True}, "crops"),
     ],
 )
 def test_what_a_processor_does_otherwise_is_said_aloud(change: dict[str, Any], sentence: str) -> None:
-    _, notes = read({"image_processor_type": "ViTImageProcessor", **change}, "vit", (40, 40), 3)
+    _, notes = read_preprocess({"image_processor_type": "ViTImageProcessor", **change}, "vit", (40, 40), 3)
     assert len(notes) == 1
     assert sentence in notes[0]
 
 
 def test_a_broken_processor_is_named() -> None:
-    with pytest.raises(FormatError, match=r"preprocessor_config\.json cannot be followed"):
+    with pytest.raises(FormatError, match=r"preprocessor_config\.json is invalid"):
         HUGGINGFACE.infer_info(vit({}, preprocessor_config={"size": {"height": 40}}))
 
 
 def test_one_channel_has_one_mean() -> None:
-    preprocess, _ = read(PROCESSORS["vit"], "vit", (40, 40), 1)
+    preprocess, _ = read_preprocess(PROCESSORS["vit"], "vit", (40, 40), 1)
     assert preprocess.channels == 1
 
 
@@ -314,16 +314,16 @@ SIGLIP = PLAIN.replace(class_token=False, pool="map", num_classes=0)
         (PLAIN, {"position": "relative"}, "relative positions"),
         (PLAIN, {"position": "sincos-2d"}, "sincos-2d positions"),
         (PLAIN, {"position": "rope-2d"}, "rope-2d positions"),
-        (PLAIN, {"position_at": "layers"}, "positions added at the layers"),
+        (PLAIN, {"position_at": "layers"}, "position embeddings added at every layer"),
         (PLAIN, {"position_on_class": False}, "a class token without a position"),
         (PLAIN, {"norm": "rms"}, "RMSNorm"),
         (PLAIN, {"qk_norm": True}, "qk-norm"),
-        (PLAIN, {"proj_bias": False}, "layers without bias"),
-        (PLAIN, {"stem": StemConfig(layers=(1,)), "patch_size": 1}, "a hybrid's stem"),
+        (PLAIN, {"proj_bias": False}, "attention and MLP outputs without bias"),
+        (PLAIN, {"stem": StemConfig(layers=(1,)), "patch_size": 1}, "a ResNet stem"),
         (PLAIN, {"patch_size": (8, 4)}, "patches that are not square"),
         (PLAIN, {"patch_bias": False}, "a patch projection without bias"),
         (PLAIN, {"head_bias": False}, "a head without bias"),
-        (PLAIN, {"pre_logits": 16}, "the tanh layer before a head"),
+        (PLAIN, {"pre_logits": 16}, "a tanh layer before the head"),
         (PLAIN, {"activation": "swiglu"}, "SwiGLU without LayerScale"),
         (PLAIN, {"pool": "gap"}, "pool='gap' after the norm with a head in ViTModel"),
         (PLAIN, {"pool": "gap", "pool_norm": "after"}, "pool='gap' before the norm"),
@@ -337,12 +337,12 @@ SIGLIP = PLAIN.replace(class_token=False, pool="map", num_classes=0)
         (SCALED, {"image_size": (32, 16)}, "an image that is not square in Dinov2Model"),
         (CLIP, {"head_bias": True}, "a head with bias on the class token"),
         (CLIP, {"patch_bias": True}, "a patch bias beside a norm before the blocks"),
-        (CLIP, {"qkv_bias": False}, "queries, keys and values without bias"),
+        (CLIP, {"qkv_bias": False}, "query, key and value projections without bias"),
         (CLIP, {"layer_scale": 1.0}, "LayerScale beside other changes"),
         (CLIP, {"num_registers": 4}, "registers beside a norm before the blocks"),
         (CLIP, {"image_size": (32, 16)}, "an image that is not square in CLIPVisionModel"),
         (SIGLIP, {"num_classes": 5}, "pool='map' after the norm with a head in SiglipVisionModel"),
-        (SIGLIP, {"class_token": True}, "an attention pool beside a class token"),
+        (SIGLIP, {"class_token": True}, "attention pooling beside a class token"),
         (SIGLIP, {"num_registers": 4}, "registers without a class token"),
     ],
 )
@@ -353,13 +353,13 @@ def test_what_has_no_place_is_refused_by_name(config: ViTConfig, changes: dict[s
 
 
 def test_names_for_a_projection_have_no_place() -> None:
-    with pytest.raises(ConversionError, match="names for the outputs"):
+    with pytest.raises(ConversionError, match="class names for CLIP's projection"):
         HUGGINGFACE.check_writable(ModelInfo(config=CLIP, preprocess=PreprocessConfig(), labels=tuple("abcde")))
 
 
 def test_conventions_of_the_original_bit_pass_only_when_told() -> None:
     info = ModelInfo(config=BiTConfig(), preprocess=PreprocessConfig(), family="BiT")
-    with pytest.raises(ConversionError, match="standardization epsilon of 1e-10"):
+    with pytest.raises(ConversionError, match="standardize_eps=1e-10"):
         HUGGINGFACE.check_writable(info)
     HUGGINGFACE.check_writable(info, approximate=True)
     HUGGINGFACE.check_writable(info.replace(config=BiTConfig(standardize_eps=1e-8)))

@@ -122,8 +122,8 @@ def test_a_file_that_does_not_tell_its_gelu_is_asked_about(name: str, tmp_path: 
     for activation, case in (("gelu", "vit"), ("gelu-quick", "quickgelu")):
         net, info = read(path, overrides={"activation": activation})
         assert relative(embedded(net), recorded(f"{case}.embedding")) <= 1e-5
-        assert any("2 heads are assumed" in note for note in info.notes)
-        assert any("preprocessing is not in the file" in note for note in info.notes)
+        assert any("2 heads of width 64 are assumed" in note for note in info.notes)
+        assert any("the file does not store preprocessing" in note for note in info.notes)
 
 
 @SCRIPTING
@@ -151,7 +151,7 @@ def test_clipa_without_its_config_is_asked_how_it_pools(tmp_path: Path) -> None:
 def test_coca_without_its_config_says_what_it_assumes(tmp_path: Path) -> None:
     path = saved(state_of("coca"), tmp_path)
     _, info = read(path, overrides={"activation": "gelu"})
-    assert any("8 heads of the pooler are assumed" in note for note in info.notes)
+    assert any("8 pooling heads are assumed" in note for note in info.notes)
     net, _ = read(path, overrides={"activation": "gelu", "pool_heads": 4})
     assert relative(embedded(net), recorded("coca.embedding")) <= 1e-5
 
@@ -175,7 +175,7 @@ def test_the_preprocessing_is_openais_unless_the_config_says_another(tmp_path: P
 
 def test_padding_which_is_not_done_is_said(tmp_path: Path) -> None:
     _, info = read(repository("vit", tmp_path, mean=CLIP_MEAN, std=CLIP_STD, resize_mode="longest"))
-    assert any("fits the long side and pads" in note for note in info.notes)
+    assert any("resize_mode='longest' (with padding)" in note for note in info.notes)
 
 
 def test_a_repository_of_transformers_with_open_clips_files_is_read_as_transformers(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_positions_of_another_size_than_the_config_says_are_read_as_they_are(tmp
 
 
 BLOCK = "visual.transformer.resblocks.0."
-STRANGERS = {
+UNSUPPORTED_TENSORS = {
     "Perception Encoder": {"visual.attn_pool.probe": (1, 1, 128)},
     "two attentional poolers": {"visual.attn_pool_contrastive.query": (1, 48)},
     "input_patchnorm": {"visual.patchnorm_pre_ln.weight": (192,)},
@@ -214,9 +214,9 @@ STRANGERS = {
 }
 
 
-@pytest.mark.parametrize("what", STRANGERS)
+@pytest.mark.parametrize("what", UNSUPPORTED_TENSORS)
 def test_a_tower_that_computes_something_else_is_refused_by_name(what: str, tmp_path: Path) -> None:
-    strange = {name: torch.ones(shape) for name, shape in STRANGERS[what].items()}
+    strange = {name: torch.ones(shape) for name, shape in UNSUPPORTED_TENSORS[what].items()}
     with pytest.raises(FormatError, match=what):
         read(saved(state_of("vit") | strange, tmp_path), overrides={"activation": "gelu"})
 
@@ -241,8 +241,8 @@ def test_perception_encoder_without_its_pool_is_not_taken_for_clip(absent: str, 
         ({"global_average_pool": True}, "global_average_pool"),
         ({"timm_model_name": "vit_base_patch16_224"}, "timm_model_name"),
         ({"pool_type": "none"}, "pool_type='none'"),
-        ({"width": 256}, "width=256, and the tensors have 128"),
-        ({"layers": 3}, "layers=3, and the tensors have 2"),
+        ({"width": 256}, "width=256, but the tensors have 128"),
+        ({"layers": 3}, "layers=3, but the tensors have 2"),
     ],
 )
 def test_a_config_that_says_what_is_not_built_or_not_there_is_refused(

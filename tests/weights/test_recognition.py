@@ -14,7 +14,7 @@ import recognition_transformers
 from recognition_table import Case, Result, results
 from recognition_timm import is_read, timm
 
-from vitrail.weights.timm_evidence import PLAIN
+from vitrail.weights.timm_origin import SUPPORTED_ARCHS
 
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("quick_disk")]
 
@@ -72,5 +72,5 @@ def test_each_is_read_exactly_or_refused_by_its_name(group: str, tmp_path: Path)
 
 def test_of_all_of_timms_architectures_only_those_of_the_table_are_known() -> None:
     """A name that vitrail has never heard of is not taken for a ViT."""
-    known = {name for name in timm.list_models() if PLAIN.fullmatch(name)}
+    known = {name for name in timm.list_models() if SUPPORTED_ARCHS.fullmatch(name)}
     assert known == {case.name for case in recognition_timm.cases() if is_read(case.name)}

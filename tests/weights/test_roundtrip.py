@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.errors import ConversionError
 from vitrail.models import Net, build
-from vitrail.weights import checkpoint
+from vitrail.weights import checkpoint, facebook
 from vitrail.weights.archive import open_archive
 from vitrail.weights.model_info import ModelInfo, default_preprocess
 
@@ -82,7 +82,7 @@ TABLE: dict[str, tuple[Config, str, str]] = {
     "DINOv2 with registers": (vit(**DINOV2, num_registers=4),        "= = = . . . =", "registers"),
     "DINOv2 g": (vit(**DINOV2 | {"activation": "swiglu", "mlp_dim": 344}), "= = = . . . =", "SwiGLU"),
     "DINOv2 for classes": (vit(**DINOV2 | {"pool": "token+gap", "num_classes": 5}),
-                                                                     "= . = . . . .", "token.gap|side by side"),
+                                                                     "= . = . . . .", "token.gap"),
     "CLIP": (vit(**CLIP, head_bias=False),                           "= . = . . . .", "norm before|head without bias"),
     "CLIP without projection": (vit(**CLIP, num_classes=0),          "= = = . . . .", "norm before"),
     "CLIP with a head": (vit(**CLIP),                                "= = . . . . .", "norm before"),
@@ -205,8 +205,10 @@ def logits(net: nn.Module, config: Config) -> Tensor:
 
 
 def family(config: Config, to: str) -> str | None:
-    """What a file in this format has to be told: DeiT-III's has the names of a ViT with rotary positions."""
-    return "DeiT3" if to == "facebook" and config == TABLE["DeiT-III"][0] else None
+    """The family to pass when reading: DeiT-III's tensors have the names of a ViT with rotary positions."""
+    if to != "facebook" or not isinstance(config, ViTConfig):
+        return None
+    return "DeiT3" if facebook.codebase_of(config) == "DeiT-III" else None
 
 
 def fitting(marks: str) -> list[str]:
@@ -363,7 +365,7 @@ def test_any_change_of_a_usual_network_fits_or_is_refused(
         exact = not form.inexact_conventions(info)
         event(f"{to}: {'exact' if exact else 'approximate'}")
         path = write(net, info, folder / to, to)
-        read, heard = checkpoint.read(path)
+        read, heard = checkpoint.read(path, family=family(config, to))
         assert same(read.state_dict(), net.state_dict()), to
         if exact:
             assert torch.equal(logits(read, config), logits(net, config)), to

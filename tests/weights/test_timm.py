@@ -63,7 +63,7 @@ def test_every_vit_of_timm_is_described_at_its_own_size_as_timm_builds_it() -> N
 def bare(folder: Archive, truth: dict[str, Any]) -> Archive:
     """The weights alone, and what their reader asks for."""
     alone = Archive(folder.source, folder.tensors)
-    for option in ("activation", "heads"):
+    for option in ("activation", "num_heads"):
         if asks(alone, option):
             alone.hints[option] = truth[option]
     return alone
@@ -327,9 +327,9 @@ def test_registers_with_positions_are_folded_and_said() -> None:
     [
         ({"position": "relative"}, "relative positions"),
         ({"position": "learned-2d"}, "learned-2d positions"),
-        ({"position_at": "layers"}, "positions added at the layers"),
+        ({"position_at": "layers"}, "position embeddings added at every layer"),
         ({"pre_logits": 16}, "tanh layer"),
-        ({"pool": "token+gap"}, "side by side"),
+        ({"pool": "token+gap"}, "token.gap"),
         ({"head_bias": False}, "head without bias"),
         ({"norm_eps": 1e-12}, "1e-12"),
         ({"stem": StemConfig(layers=(1, 1)), "patch_size": 2, "image_size": 64}, "stem"),

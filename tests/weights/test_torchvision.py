@@ -33,11 +33,11 @@ SMALL = ViTConfig(
 )
 
 
-def theirs(size: str = "small", image: int = 32, patch: int = 8, **options: Any) -> nn.Module:
+def theirs(size: str = "small", image_size: int = 32, patch_size: int = 8, **options: Any) -> nn.Module:
     models = import_peer("torchvision").models
     width, depth, heads, mlp = SIZES[size]
     options = {"num_classes": 7} | options
-    return randomized(models.VisionTransformer(image, patch, depth, heads, width, mlp, **options))
+    return randomized(models.VisionTransformer(image_size, patch_size, depth, heads, width, mlp, **options))
 
 
 def saved(model: nn.Module, path: Path) -> Path:
@@ -71,7 +71,7 @@ def test_logits_are_torchvisions(size: str, options: dict[str, Any], tmp_path: P
     model = theirs(size, **options)
     net, info = read(model, tmp_path)
     width, depth, heads, mlp = SIZES[size]
-    image, patch = options.get("image", 32), options.get("patch", 8)
+    image, patch = options.get("image_size", 32), options.get("patch_size", 8)
     wanted = {"width": width, "depth": depth, "num_heads": heads, "mlp_dim": mlp, "num_classes": 7}
     conventions = {"activation": "gelu", "norm_eps": 1e-6, "resample": "torchvision"}
     pre_logits = options.get("representation_size", 0)
@@ -103,7 +103,7 @@ def test_positions_are_resized_as_torchvision_does(image: int, tmp_path: Path) -
     resized = net.resized(image)
     written = TORCHVISION.table(resized.config).write(resized.state_dict(), resized.config)
     assert (written["encoder.pos_embedding"] - wanted["encoder.pos_embedding"]).abs().max() <= 1e-6
-    larger = theirs(image=image)
+    larger = theirs(image_size=image)
     larger.load_state_dict(wanted)
     images = torch.randn(2, 3, image, image)
     with torch.no_grad():
@@ -202,7 +202,7 @@ def test_heads_are_those_of_published_sizes_else_of_64_numbers(width: int, depth
     info = described(SMALL.replace(width=width, depth=depth, mlp_dim=mlp, num_heads=heads))
     assert isinstance(info.config, ViTConfig)
     assert info.config.num_heads == heads
-    assert any(f"{heads} assumed" in note for note in info.notes)
+    assert any(f"{heads} are assumed" in note for note in info.notes)
 
 
 @pytest.mark.peer
@@ -224,14 +224,14 @@ def test_preprocessing_is_torchvisions_for_the_published_files(name: str) -> Non
         assert (given.interpolation, given.antialias) == (asked.interpolation.value, True)
         assert (given.mean, given.std) == (tuple(asked.mean), tuple(asked.std))
         assert (info.labels, info.family, info.task) == (None, "ViT", "classify")
-        assert "class names are not stored." in info.notes
+        assert "the file does not store class names." in info.notes
         assert any("SWAG" in note for note in info.notes)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"encoder.pos_embedding": torch.zeros(1, 16, 64)}, "16 rows, which are no square grid and a class token"),
+        ({"encoder.pos_embedding": torch.zeros(1, 16, 64)}, "16 rows, which is not a square grid plus a class token"),
         ({"encoder.pos_embedding": None}, "missing encoder.pos_embedding"),
         ({"encoder.layers.encoder_layer_1.ln_2.bias": None}, "missing encoder.layers.encoder_layer_1.ln_2.bias"),
         ({"heads.tail.weight": torch.zeros(2)}, "left over heads.tail.weight"),
@@ -248,7 +248,7 @@ def test_a_file_that_does_not_fit_is_an_error_that_says_where(
 
 
 def test_heads_that_cannot_be_guessed_are_an_error() -> None:
-    with pytest.raises(FormatError, match="how many heads share a width of 48"):
+    with pytest.raises(FormatError, match="it cannot be guessed for width 48"):
         described(SMALL.replace(width=48, num_heads=4))
 
 
@@ -268,7 +268,7 @@ def test_heads_that_cannot_be_guessed_are_an_error() -> None:
         ({"position": "sincos-2d"}, "sincos-2d positions"),
         ({"position": "none"}, "a network without positions"),
         ({"position_on_class": False}, "a class token without a position"),
-        ({"channels": 1}, "1 channels, where it has 3"),
+        ({"channels": 1}, "1 channels (torchvision has 3)"),
         ({"patch_size": (8, 4)}, "a patch of 8x4"),
         ({"image_size": (32, 48)}, "a grid of 4x6 patches, which is not square"),
         ({"num_classes": 0}, "a network without a head"),

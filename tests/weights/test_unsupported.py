@@ -11,7 +11,7 @@ import torch
 from vitrail.errors import FormatError
 from vitrail.models.families import FAMILIES
 from vitrail.weights import checkpoint
-from vitrail.weights.unsupported import UNSUPPORTED, refuse_architecture
+from vitrail.weights.unsupported import UNSUPPORTED, reject_architecture
 
 BLOCK = "norm1.weight norm1.bias attn.qkv.weight attn.proj.weight attn.proj.bias norm2.weight mlp.fc1.weight"
 TRUNK = "cls_token patch_embed.proj.weight patch_embed.proj.bias"
@@ -100,8 +100,8 @@ def test_a_file_of_a_family_that_is_not_read_is_refused_by_its_name(kind: str, s
 )
 def test_an_architecture_of_timms_is_refused_by_its_name(architecture: str, called: str) -> None:
     with pytest.raises(FormatError, match=f"timm's {architecture} is .*{called}"):
-        refuse_architecture(architecture)
+        reject_architecture(architecture)
 
 
 def test_what_shares_its_tensors_with_a_family_names_one_that_there_is() -> None:
-    assert {family.unless for family in UNSUPPORTED} <= {"", *FAMILIES}
+    assert {family.shared_with for family in UNSUPPORTED} <= {"", *FAMILIES}

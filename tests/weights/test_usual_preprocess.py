@@ -75,9 +75,9 @@ def test_what_timms_tags_say_is_followed_to_the_bit() -> None:
         seen.add(how)
         size = data["input_size"][1:]
         config = SimpleNamespace(image_size=size, channels=3)
-        said = timm_config.Said(arch=name, cfg=cfg.to_dict())
-        ours, heard = said.preprocess(config, PreprocessConfig())  # type: ignore[arg-type]
-        assert heard, name
+        stated = timm_config.TimmConfig(arch=name, pretrained_cfg=cfg.to_dict())
+        ours, from_file = stated.preprocess(config, PreprocessConfig())  # type: ignore[arg-type]
+        assert from_file, name
         theirs = timm.data.create_transform(**data)(image)
         assert torch.allclose(Preprocess(ours).prepare(image), theirs, atol=1e-6), name
     assert len(seen) > 15
@@ -118,7 +118,7 @@ def test_saying_the_family_that_was_found_changes_nothing(tmp_path: Path) -> Non
     assert plain.preprocess.resize_to == 248
     assert plain.replace(notes=()) == said
     assert len(plain.notes) == 1
-    assert "pass --family NAME" in plain.notes[0]
+    assert "Pass --family NAME" in plain.notes[0]
     other = checkpoint.read(path, family="DeiT")[1]
     assert (other.preprocess.mean[0], other.preprocess.resize_to, other.config.resample) == (0.485, 256, "huggingface")
 

@@ -22,14 +22,14 @@ from vitrail.weights.facebook import FACEBOOK
 from vitrail.weights.file_type import DOWNLOAD_AGAIN, first_line, summarize_names
 from vitrail.weights.format import Format
 from vitrail.weights.huggingface import HUGGINGFACE
-from vitrail.weights.huggingface_config import refuse_type
+from vitrail.weights.huggingface_config import check_model_type
 from vitrail.weights.model_info import ModelInfo, default_preprocess, family_conventions
 from vitrail.weights.native import NATIVE
 from vitrail.weights.sidecars import stated_model
 from vitrail.weights.size_limits import check_names, check_sizes
 from vitrail.weights.timm import TIMM_FORMAT
 from vitrail.weights.torchvision import TORCHVISION
-from vitrail.weights.unsupported import refuse_architecture, refuse_tensors
+from vitrail.weights.unsupported import reject_architecture, reject_tensors
 
 FORMATS: tuple[Format, ...] = (
     NATIVE,
@@ -55,11 +55,11 @@ def detect_format(archive: Archive, family: str | None = None) -> tuple[Format, 
     said = stated_model(archive)
     try:
         if said.library == "timm":
-            refuse_architecture(said.model)
+            reject_architecture(said.model)
         elif said.library == "huggingface":
-            refuse_type(said.model)
+            check_model_type(said.model)
         elif not said.library:
-            refuse_tensors(archive.tensors, family)
+            reject_tensors(archive.tensors, family)
     except FormatError as error:
         raise FormatError(f"{archive.source}: {error}") from None
     allowed = {said.library, "open_clip" if "open_clip_config.json" in archive.sidecars else ""}

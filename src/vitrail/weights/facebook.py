@@ -1,6 +1,6 @@
-"""Facebook's own .pth files where they differ from timm's names: DINOv2, DeiT-III, DINO and MAE in full.
+"""Facebook's .pth files whose names differ from timm's: DINOv2, DeiT-III, and complete DINO and MAE checkpoints.
 
-DeiT, DINO's backbone and MAE's encoder have timm's names and are read as such.
+DeiT, DINO's backbone and MAE's encoder use timm's names and are read by `weights.timm`.
 """
 
 from __future__ import annotations
@@ -19,89 +19,89 @@ from vitrail.models.model_names import infer_num_heads
 from vitrail.weights import timm
 from vitrail.weights.archive import Archive
 from vitrail.weights.format import Format
-from vitrail.weights.google import EDGE
+from vitrail.weights.google import UNCOVERED_BORDER
 from vitrail.weights.model_info import ModelInfo, default_preprocess, family_conventions
 from vitrail.weights.renaming import POSITION, POSITION_NAMES, TOKENS, AnyConfig, RenameTable, Rule, weight_and_bias
 from vitrail.weights.writers import write_torch
 
-OURS_TO_DINOV2 = {"reg_token": "register_tokens", ".mlp.fc1.": ".mlp.w12.", ".mlp.fc2.": ".mlp.w3."}
-OURS_TO_DEIT3 = {".ls1.gamma": ".gamma_1", ".ls2.gamma": ".gamma_2"}
+TIMM_TO_DINOV2 = {"reg_token": "register_tokens", ".mlp.fc1.": ".mlp.w12.", ".mlp.fc2.": ".mlp.w3."}
+TIMM_TO_DEIT3 = {".ls1.gamma": ".gamma_1", ".ls2.gamma": ".gamma_2"}
 MAE_DECODER = ("mask_token", "decoder_*")
-MARKS = re.compile(
+DISTINCTIVE_NAMES = re.compile(
     r"mask_token|register_tokens|decoder_embed\.\w+|blocks\.(\d+\.gamma_[12]|\d+\.mlp\.w(12|3)\.\w+|\d+\.\d+\.norm1\.\w+)"
 )
-"""Names that timm does not have: the last are of blocks in chunks."""
+"""Names that timm does not use; the last alternative matches blocks in chunks."""
 
-Code = Literal["DINOv2", "DeiT-III", "MAE, DINO, DeiT"]
+Codebase = Literal["DINOv2", "DeiT-III", "MAE, DINO, DeiT"]
 
 
-def code_of(config: ViTConfig) -> Code:
-    """The code base whose names a network of this config has."""
+def codebase_of(config: ViTConfig) -> Codebase:
+    """The code base that names the tensors of a network of this config."""
     if config.layer_scale is not None and not config.num_positioned_prefix_tokens:
         return "DeiT-III"
     return "DINOv2" if config.layer_scale is not None or config.num_registers else "MAE, DINO, DeiT"
 
 
-def _spelled(rules: list[Rule], spelling: Mapping[str, str]) -> list[Rule]:
-    """timm's rules with other names on their side."""
+def _rename_theirs(rules: list[Rule], renames: Mapping[str, str]) -> list[Rule]:
+    """timm's rules with timm's names replaced by this code base's."""
 
-    def spell(name: str) -> str:
-        for timms, theirs in spelling.items():
-            name = name.replace(timms, theirs)
+    def rename(name: str) -> str:
+        for timm_name, theirs in renames.items():
+            name = name.replace(timm_name, theirs)
         return name
 
-    return [replace(r, theirs=spell(r.theirs)) for r in rules if isinstance(r.theirs, str)]
+    return [replace(r, theirs=rename(r.theirs)) for r in rules if isinstance(r.theirs, str)]
 
 
 def table(config: AnyConfig) -> RenameTable:
     assert isinstance(config, ViTConfig)
-    # A token is the same normalized before or after it is picked; only MAE's mean has a norm of its own.
+    # A single token gives the same result normalized before or after pooling; only MAE's mean has its own norm.
     norm = weight_and_bias("fc_norm" if config.pool_norm == "after" and config.pool == "gap" else "norm", "norm")
-    placed = [Rule("reg_token", "registers", TOKENS), Rule("pos_embed", POSITION_NAMES, POSITION)]
-    rules = [*timm.TOKENS_RULES, *placed, *timm.ENDS, *norm, *timm.BLOCK]
-    code = code_of(config)
-    if code == "DeiT-III":
-        return RenameTable(f"facebook ({code})", _spelled(rules, OURS_TO_DEIT3))
-    if code == "DINOv2":
+    token_and_position = [Rule("reg_token", "registers", TOKENS), Rule("pos_embed", POSITION_NAMES, POSITION)]
+    rules = [*timm.TOKEN_RULES, *token_and_position, *timm.ENDS, *norm, *timm.BLOCK]
+    codebase = codebase_of(config)
+    if codebase == "DeiT-III":
+        return RenameTable(f"facebook ({codebase})", _rename_theirs(rules, TIMM_TO_DEIT3))
+    if codebase == "DINOv2":
         swiglu = config.activation == "swiglu"
-        spelling = {k: v for k, v in OURS_TO_DINOV2.items() if swiglu or "mlp" not in k}
-        return RenameTable(f"facebook ({code})", _spelled(rules, spelling), ("mask_token",))
-    return RenameTable(f"facebook ({code})", rules, MAE_DECODER)
+        renames = {k: v for k, v in TIMM_TO_DINOV2.items() if swiglu or "mlp" not in k}
+        return RenameTable(f"facebook ({codebase})", _rename_theirs(rules, renames), ("mask_token",))
+    return RenameTable(f"facebook ({codebase})", rules, MAE_DECODER)
 
 
-def recognize(archive: Archive) -> str | None:
+def detect(archive: Archive) -> str | None:
     for prefix in ("", "module.", "backbone.", "module.backbone."):
         names = archive.strip_prefix(prefix).tensors
         if "cls_token" not in names or "patch_embed.proj.weight" not in names:
             continue
-        head = prefix.replace("backbone.", "head.last_layer.")  # DINO's, beside its backbone
+        head = prefix.replace("backbone.", "head.last_layer.")  # DINO's head, stored beside its backbone
         dino = prefix != head and any(n.startswith(head) for n in archive.tensors)
-        if dino or any(MARKS.fullmatch(name) for name in names):
+        if dino or any(DISTINCTIVE_NAMES.fullmatch(name) for name in names):
             return prefix
     return None
 
 
-def unchunked(name: str) -> str:
-    """DINOv2 trained with FSDP keeps its blocks in chunks: blocks.CHUNK.LAYER.norm1."""
+def remove_chunk(name: str) -> str:
+    """Remove the chunk number that DINOv2 training with FSDP adds: blocks.CHUNK.LAYER.norm1 -> blocks.LAYER.norm1."""
     return re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name)
 
 
-def describe(archive: Archive) -> ModelInfo:
-    """Shapes as timm's names have them, conventions as the family's own code does."""
-    spelling = {v: k for k, v in (OURS_TO_DINOV2 | OURS_TO_DEIT3).items()}
+def infer_info(archive: Archive) -> ModelInfo:
+    """Sizes are read as from timm's names; conventions (epsilon, activation, resampling) are the family's own."""
+    to_timm = {v: k for k, v in (TIMM_TO_DINOV2 | TIMM_TO_DEIT3).items()}
 
     def as_timm(name: str) -> str:
-        for theirs, timms in spelling.items():
-            name = name.replace(theirs, timms)
+        for theirs, timm_name in to_timm.items():
+            name = name.replace(theirs, timm_name)
         return name
 
-    info = timm.describe(replace(archive, tensors=archive.tensors.rename(as_timm), sidecars={}))
+    info = timm.infer_info(replace(archive, tensors=archive.tensors.rename(as_timm), sidecars={}))
     assert isinstance(info.config, ViTConfig)
     family = _family(archive, info.config)
     config = info.config.replace(**family_conventions(family, info.config))
     notes = [n for n in info.notes if "preprocessing" not in n]
     if any(name.startswith("decoder_") for name in archive.tensors):
-        notes.append("left aside: the decoder.")
+        notes.append("not loaded: the decoder.")
     return info.replace(config=config, family=family, preprocess=default_preprocess(family, config), notes=tuple(notes))
 
 
@@ -111,79 +111,79 @@ def _family(archive: Archive, config: ViTConfig) -> str:
         return "DeiT3"
     if any(name.startswith("decoder_") for name in names):
         return "MAE"
-    marked = config.layer_scale is not None or any(MARKS.fullmatch(name) for name in names)
-    return "DINOv2" if marked else "DINO"
+    distinctive = config.layer_scale is not None or any(DISTINCTIVE_NAMES.fullmatch(name) for name in names)
+    return "DINOv2" if distinctive else "DINO"
 
 
-def cannot(info: ModelInfo) -> list[str]:
+def unsupported_parts(info: ModelInfo) -> list[str]:
     config = info.config
     if isinstance(config, BiTConfig):
         return ["a BiT ResNet"]
-    code, grid = code_of(config), config.grid
-    wrong = {
+    codebase, grid = codebase_of(config), config.grid
+    parts = {
         f"{config.position} positions": config.position not in ("none", "learned-1d"),
         "a network without positions": config.position == "none",
         "positions added at the layers": config.position == "learned-1d" and config.resolved_position_at != "stem",
         f"a grid of {grid[0]}x{grid[1]} patches, which is not square": grid[0] != grid[1],
-        "a network without class token": not config.class_token,
-        "a hybrid's stem": config.stem is not None,
+        "a network without a class token": not config.class_token,
+        "a ResNet stem": config.stem is not None,
         "an attention pool": config.pool in ("map", "coca"),
-        "class token and mean side by side": config.pool == "token+gap",
-        "the tanh layer before the head": bool(config.pre_logits),
+        "pool='token+gap'": config.pool == "token+gap",
+        "a tanh layer before the head": bool(config.pre_logits),
         "a norm before the blocks": config.pre_norm,
         "a network without a final norm": config.pool_norm == "none",
         "qk-norm": config.qk_norm,
         "RMSNorm": config.norm == "rms",
         "a patch projection without bias": not config.patch_bias,
         "a head without bias": bool(config.num_classes) and not config.head_bias,
-        "SwiGLU outside DINOv2": config.activation == "swiglu" and code != "DINOv2",
-        "registers without a position on the class token": bool(config.num_registers)
+        "SwiGLU outside DINOv2": config.activation == "swiglu" and codebase != "DINOv2",
+        "registers beside a class token without a position": bool(config.num_registers)
         and not config.num_positioned_prefix_tokens,
-        "a mean over patches normalized first": config.pool == "gap" and config.pool_norm == "before",
-        f"a mean over patches in {code}": config.pool == "gap" and code != "MAE, DINO, DeiT",
-        f"a distillation token in {code}": config.distilled and code != "MAE, DINO, DeiT",
+        "pool='gap' after the norm": config.pool == "gap" and config.pool_norm == "before",
+        f"pool='gap' in {codebase}": config.pool == "gap" and codebase != "MAE, DINO, DeiT",
+        f"a distillation token in {codebase}": config.distilled and codebase != "MAE, DINO, DeiT",
         "a distillation token without a position": config.distilled and not config.position_on_class,
-        f"attention and MLP outputs without bias in {code}": not config.proj_bias and code != "DINOv2",
-        "a head in DINOv2": bool(config.num_classes) and code == "DINOv2",
-        f"a SwiGLU of width {config.mlp_dim}, no multiple of 8": config.activation == "swiglu"
+        f"attention and MLP outputs without bias in {codebase}": not config.proj_bias and codebase != "DINOv2",
+        "a head in DINOv2": bool(config.num_classes) and codebase == "DINOv2",
+        f"a SwiGLU of width {config.mlp_dim}, which is not a multiple of 8": config.activation == "swiglu"
         and config.mlp_dim % 8 > 0,
     }
-    return [name for name, is_so in wrong.items() if is_so]
+    return [name for name, present in parts.items() if present]
 
 
-def drift(info: ModelInfo) -> list[str]:
-    """What their code has fixed, and what a bare file cannot tell."""
+def inexact_conventions(info: ModelInfo) -> list[str]:
+    """Values fixed in Facebook's code that differ, and what a bare state dict does not store."""
     config = info.config
     assert isinstance(config, ViTConfig)
-    guessed = infer_num_heads(config.width, config.mlp_dim)
-    drifts = []
+    assumed = infer_num_heads(config.width, config.mlp_dim)
+    differences = []
     if config.activation not in ("gelu", "swiglu"):
-        drifts.append(f"{config.activation} (their code computes the exact GELU)")
+        differences.append(f"{config.activation} (their code computes the exact GELU)")
     if config.norm_eps != 1e-6:
-        drifts.append(f"a norm epsilon of {config.norm_eps:g} (their code has 1e-6)")
-    if config.num_heads != guessed:
-        drifts.append(f"num_heads={config.num_heads} (a file does not say how many)")
+        differences.append(f"a norm epsilon of {config.norm_eps:g} (their code has 1e-6)")
+    if config.num_heads != assumed:
+        differences.append(f"num_heads={config.num_heads} (the file does not store it)")
     if config.uncovered == "ignore":
-        drifts.append(EDGE)
-    return drifts
+        differences.append(UNCOVERED_BORDER)
+    return differences
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:
-    """A plain state dict, which their `load_state_dict` takes."""
+    """Write a plain state dict for `load_state_dict`."""
     assert isinstance(info.config, ViTConfig)
-    if code_of(info.config) == "DINOv2":  # whose code has one; it stands for what is hidden in training
+    if codebase_of(info.config) == "DINOv2":  # its code has a mask token, used in training only
         tensors = {**tensors, "mask_token": torch.zeros_like(tensors["cls_token"][0])}
     write_torch(path, tensors, overwrite=overwrite)
 
 
 FACEBOOK = Format(
     name="facebook",
-    detect=recognize,
-    infer_info=describe,
+    detect=detect,
+    infer_info=infer_info,
     table=table,
     write=write,
-    unsupported_parts=cannot,
-    inexact_conventions=drift,
+    unsupported_parts=unsupported_parts,
+    inexact_conventions=inexact_conventions,
     ignored_outside=("head.*", "module.head.*", "dino_head.*", "ibot_head.*", "dino_loss.*", "ibot_patch_loss.*"),
-    normalize_name=unchunked,
+    normalize_name=remove_chunk,
 )

@@ -1,9 +1,8 @@
-"""Google's `.npz` files: the original ViT and augreg, hybrids included, and big_vision.
+"""Google's `.npz` files: the original ViT and AugReg, including hybrids, and big_vision.
 
-The original code and big_vision give most tensors the same name. They differ in how the parts of a
-block are numbered and in where the positions stand; `Naming` holds that, and a table is made from
-each. They also differ in the class token, which has a position in the original and none in
-big_vision.
+The original code and big_vision give most tensors the same name. They differ in how the modules of a block are
+numbered and in where position embeddings are stored; `ViTNaming` holds these differences, and each gives a rename
+table. The class token has a position embedding in the original and none in big_vision.
 """
 
 from __future__ import annotations
@@ -42,68 +41,72 @@ from vitrail.weights.writers import write_npz
 
 # D width, H heads, K = D // H, N patches
 
-POSEMBED = "Transformer/posembed_input/pos_embedding"
-OUTSIDE = ("opt/*", "opt_state/*", "chrono/*", "step", "params/txt/*", "txt/*", "params/t", "params/b", "t", "b")
-"""Not the network: an optimizer, a clock, a text tower and the temperature it is compared at."""
+ORIGINAL_POSITION = "Transformer/posembed_input/pos_embedding"
+EXTRA_TENSORS = ("opt/*", "opt_state/*", "chrono/*", "step", "params/txt/*", "txt/*", "params/t", "params/b", "t", "b")
+"""Not part of the network: optimizer state, training progress, a text tower, and the logit scale and bias."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Naming:
-    """What tells the writers of these files apart."""
+class ViTNaming:
+    """The names that differ between the original code and big_vision."""
 
     name: str
     family: str
     """A key of FAMILIES."""
-    attention: int
-    norm: int
-    mlp: int
-    """Numbers of a block's attention, second norm and MLP."""
-    position: str
-    tower: bool = False
-    """The image tower of a file with two, under a prefix that ends in img/."""
+    attention_index: int
+    norm2_index: int
+    mlp_index: int
+    """Indices in the module names of a block's attention, second norm and MLP."""
+    position_name: str
+    is_tower: bool = False
+    """Whether this is the image tower of an image-text model, under a prefix that ends in img/."""
     stacked: bool = False
-    """All blocks in one tensor, one above the other, as a scan over them wants it."""
+    """Whether the tensors of all blocks are stacked along a first axis, as `nn.scan` stores them."""
 
     @property
-    def original(self) -> bool:
-        """The original code, not big_vision."""
-        return self.position == POSEMBED
+    def is_original(self) -> bool:
+        """Whether these are the names of the original code rather than big_vision's."""
+        return self.position_name == ORIGINAL_POSITION
 
     @property
     def block(self) -> str:
         return "Transformer/encoderblock/" if self.stacked else "Transformer/encoderblock_{i}/"
 
     @property
-    def first(self) -> str:
+    def first_block(self) -> str:
         return self.block.format(i=0)
 
     @property
-    def query(self) -> str:
-        """The first block's, whose shape tells the heads."""
-        return f"{self.first}MultiHeadDotProductAttention_{self.attention}/query/kernel"
+    def first_query(self) -> str:
+        """Name of the first block's query kernel, whose shape contains the number of heads."""
+        return f"{self.first_block}MultiHeadDotProductAttention_{self.attention_index}/query/kernel"
 
 
-ORIGINAL = Naming(name="google", family="ViT", attention=1, norm=2, mlp=3, position=POSEMBED)
-BIG = Naming(name="big_vision", family="BV", attention=0, norm=1, mlp=0, position="pos_embedding")
-TOWER = replace(BIG, family="SigLIP", tower=True)
+ORIGINAL_NAMING = ViTNaming(
+    name="google", family="ViT", attention_index=1, norm2_index=2, mlp_index=3, position_name=ORIGINAL_POSITION
+)
+BIG_VISION_NAMING = ViTNaming(
+    name="big_vision", family="BV", attention_index=0, norm2_index=1, mlp_index=0, position_name="pos_embedding"
+)
+TOWER_NAMING = replace(BIG_VISION_NAMING, family="SigLIP", is_tower=True)
 
-RENUMBERED = {
+NEW_TO_OLD_INDICES = {
     "MultiHeadDotProductAttention_0/": "MultiHeadDotProductAttention_1/",
     "LayerNorm_1/": "LayerNorm_2/",
     "MlpBlock_0/": "MlpBlock_3/",
 }
-"""Flax once numbered the parts of a block in turn; now it numbers each kind by itself."""
+"""Older Flax versions number all modules of a block in one sequence; newer ones number each class separately."""
 
 
-def original_spelling(name: str) -> str:
-    """The published files' names for what today's Flax writes."""
-    for new, old in RENUMBERED.items():
+def normalize_original_name(name: str) -> str:
+    """Names written by newer Flax versions -> those of the published files."""
+    for new, old in NEW_TO_OLD_INDICES.items():
         name = re.sub(rf"^(Transformer/encoderblock_\d+/){new}", rf"\1{old}", name)
     return name
 
 
-def big_vision_spelling(name: str) -> str:
-    """Today's names for those of before 2022: positions inside the encoder, an attention pool without a module."""
+def normalize_big_vision_name(name: str) -> str:
+    """Names from before 2022 (positions inside the encoder, attention pooling without a module) -> current names."""
     if name == "probe" or name.startswith(("MlpBlock_0/", "MultiHeadDotProductAttention_0/", "LayerNorm_0/")):
         return f"MAPHead_0/{name}"
     return "pos_embedding" if name == "Transformer/pos_embedding" else name
@@ -113,7 +116,7 @@ HEADS_KERNEL = Transform(
     lambda t, _: [torch.cat([k.flatten(1).mT for k in t])],
     lambda t, c: [k.mT.unflatten(1, (as_vit(c).num_heads, -1)) for k in t[0].split(as_vit(c).width)],
 )
-"""D H K for each of query, key and value that is there <-> one above the other, each D D."""
+"""Query, key and value kernels (or some of them), each D H K <-> concatenated, each D D."""
 HEADS_BIAS = Transform(
     lambda t, _: [torch.cat([b.flatten() for b in t])],
     lambda t, c: [b.unflatten(0, (as_vit(c).num_heads, -1)) for b in t[0].split(as_vit(c).width)],
@@ -124,27 +127,27 @@ OUT_KERNEL = Transform(
 )
 """H K D <-> D D."""
 GROUP_NORM = single_tensor(lambda t: t.reshape(-1), lambda t: t)
-"""C; Flax before 0.3.6 wrote 1 1 1 C."""
+"""C <- C, or 1 1 1 C as written by Flax before 0.3.6."""
 
 
-def norm(theirs: str, ours: str, via: Transform = IDENTITY) -> list[Rule]:
+def norm_rules(theirs: str, ours: str, via: Transform = IDENTITY) -> list[Rule]:
     return [Rule(f"{theirs}/scale", f"{ours}.weight", via), Rule(f"{theirs}/bias", f"{ours}.bias", via)]
 
 
-def dense(theirs: str, ours: str) -> list[Rule]:
+def dense_rules(theirs: str, ours: str) -> list[Rule]:
     return [Rule(f"{theirs}/kernel", f"{ours}.weight", TRANSPOSE), Rule(f"{theirs}/bias", f"{ours}.bias")]
 
 
-def asking(theirs: str, parts: Sequence[str], ours: str) -> list[Rule]:
-    """Some of an attention's query, key and value."""
+def qkv_rules(theirs: str, parts: Sequence[str], ours: str) -> list[Rule]:
+    """Rules for query, key and value projections (or some of them), concatenated on our side."""
     return [
         Rule(tuple(f"{theirs}/{part}/kernel" for part in parts), f"{ours}.weight", HEADS_KERNEL),
         Rule(tuple(f"{theirs}/{part}/bias" for part in parts), f"{ours}.bias", HEADS_BIAS),
     ]
 
 
-def answer(theirs: str, ours: str) -> list[Rule]:
-    """An attention's output."""
+def out_rules(theirs: str, ours: str) -> list[Rule]:
+    """Rules for an attention's output projection."""
     return [Rule(f"{theirs}/out/kernel", f"{ours}.weight", OUT_KERNEL), Rule(f"{theirs}/out/bias", f"{ours}.bias")]
 
 
@@ -152,44 +155,44 @@ ENDS = [
     Rule("embedding/kernel", "patch.weight", HWIO_TO_OIHW),
     Rule("embedding/bias", "patch.bias"),
     Rule("cls", "class_token", CLASS_TOKEN),
-    *norm("Transformer/encoder_norm", "norm"),
-    *dense("pre_logits", "pre_logits"),
-    *dense("head", "head"),
+    *norm_rules("Transformer/encoder_norm", "norm"),
+    *dense_rules("pre_logits", "pre_logits"),
+    *dense_rules("head", "head"),
 ]
 MAP = [
     Rule("MAPHead_0/probe", "pool.probe", CLASS_TOKEN),
-    *asking("MAPHead_0/MultiHeadDotProductAttention_0", ["query"], "pool.q"),
-    *asking("MAPHead_0/MultiHeadDotProductAttention_0", ["key", "value"], "pool.kv"),
-    *answer("MAPHead_0/MultiHeadDotProductAttention_0", "pool.out"),
-    *norm("MAPHead_0/LayerNorm_0", "pool.norm"),
-    *dense("MAPHead_0/MlpBlock_0/Dense_0", "pool.mlp.up"),
-    *dense("MAPHead_0/MlpBlock_0/Dense_1", "pool.mlp.down"),
+    *qkv_rules("MAPHead_0/MultiHeadDotProductAttention_0", ["query"], "pool.q"),
+    *qkv_rules("MAPHead_0/MultiHeadDotProductAttention_0", ["key", "value"], "pool.kv"),
+    *out_rules("MAPHead_0/MultiHeadDotProductAttention_0", "pool.out"),
+    *norm_rules("MAPHead_0/LayerNorm_0", "pool.norm"),
+    *dense_rules("MAPHead_0/MlpBlock_0/Dense_0", "pool.mlp.up"),
+    *dense_rules("MAPHead_0/MlpBlock_0/Dense_1", "pool.mlp.down"),
 ]
 UNIT, OUR_UNIT = "block{s1}/unit{u1}/", "stem.stages.{s}.{u}."
 STEM = [
     Rule("conv_root/kernel", "stem.root.conv.weight", HWIO_TO_OIHW),
-    *norm("gn_root", "stem.root.norm", GROUP_NORM),
+    *norm_rules("gn_root", "stem.root.norm", GROUP_NORM),
     *(Rule(f"{UNIT}conv{n}/kernel", f"{OUR_UNIT}conv{n}.weight", HWIO_TO_OIHW) for n in (1, 2, 3)),
-    *(rule for n in (1, 2, 3) for rule in norm(f"{UNIT}gn{n}", f"{OUR_UNIT}norm{n}", GROUP_NORM)),
+    *(rule for n in (1, 2, 3) for rule in norm_rules(f"{UNIT}gn{n}", f"{OUR_UNIT}norm{n}", GROUP_NORM)),
     Rule(f"{UNIT}conv_proj/kernel", f"{OUR_UNIT}project.conv.weight", HWIO_TO_OIHW),
-    *norm(f"{UNIT}gn_proj", f"{OUR_UNIT}project.norm", GROUP_NORM),
+    *norm_rules(f"{UNIT}gn_proj", f"{OUR_UNIT}project.norm", GROUP_NORM),
 ]
 
 
-def blocks(naming: Naming) -> list[Rule]:
-    attention = f"{naming.block}MultiHeadDotProductAttention_{naming.attention}"
+def block_rules(naming: ViTNaming) -> list[Rule]:
+    attention = f"{naming.block}MultiHeadDotProductAttention_{naming.attention_index}"
     return [
-        *norm(f"{naming.block}LayerNorm_0", "blocks.{i}.norm1"),
-        *asking(attention, ["query", "key", "value"], "blocks.{i}.attention.qkv"),
-        *answer(attention, "blocks.{i}.attention.out"),
-        *norm(f"{naming.block}LayerNorm_{naming.norm}", "blocks.{i}.norm2"),
-        *dense(f"{naming.block}MlpBlock_{naming.mlp}/Dense_0", "blocks.{i}.mlp.up"),
-        *dense(f"{naming.block}MlpBlock_{naming.mlp}/Dense_1", "blocks.{i}.mlp.down"),
+        *norm_rules(f"{naming.block}LayerNorm_0", "blocks.{i}.norm1"),
+        *qkv_rules(attention, ["query", "key", "value"], "blocks.{i}.attention.qkv"),
+        *out_rules(attention, "blocks.{i}.attention.out"),
+        *norm_rules(f"{naming.block}LayerNorm_{naming.norm2_index}", "blocks.{i}.norm2"),
+        *dense_rules(f"{naming.block}MlpBlock_{naming.mlp_index}/Dense_0", "blocks.{i}.mlp.up"),
+        *dense_rules(f"{naming.block}MlpBlock_{naming.mlp_index}/Dense_1", "blocks.{i}.mlp.down"),
     ]
 
 
-def stacked(rule: Rule, depth: int) -> Rule:
-    """A rule for one block -> a rule for all of them, stacked along a first axis on their side."""
+def stack_blocks(rule: Rule, depth: int) -> Rule:
+    """A rule for one block -> a rule for all blocks, stacked along a first axis on their side."""
 
     def read(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
         return [rule.transform.read(layer, config)[0] for layer in zip(*tensors, strict=True)]
@@ -201,96 +204,98 @@ def stacked(rule: Rule, depth: int) -> Rule:
     return Rule(rule.theirs, tuple(str(rule.ours).format(i=i) for i in range(depth)), Transform(read, write))
 
 
-def table(naming: Naming, config: AnyConfig) -> RenameTable:
-    rules = blocks(naming)
+def table(naming: ViTNaming, config: AnyConfig) -> RenameTable:
+    rules = block_rules(naming)
     if naming.stacked:
-        rules = [stacked(rule, as_vit(config).depth) for rule in rules]
-    position = Rule(naming.position, POSITION_NAMES, POSITION)
-    return RenameTable(naming.name, [*ENDS, position, *(STEM if naming.original else MAP), *rules], OUTSIDE)
+        rules = [stack_blocks(rule, as_vit(config).depth) for rule in rules]
+    position = Rule(naming.position_name, POSITION_NAMES, POSITION)
+    return RenameTable(naming.name, [*ENDS, position, *(STEM if naming.is_original else MAP), *rules], EXTRA_TENSORS)
 
 
-def recognize(naming: Naming, archive: Archive) -> str | None:
-    """The shortest prefix that fits; an optimizer's moments look like networks and are passed over."""
-    names, found = archive.tensors, []
-    old = f"{naming.first}MultiHeadDotProductAttention_1/query/kernel"
-    new = f"{naming.first}MultiHeadDotProductAttention_0/query/kernel"
+def detect(naming: ViTNaming, archive: Archive) -> str | None:
+    """The shortest prefix that fits, ignoring optimizer moments, which have the same names as the network."""
+    names, prefixes = archive.tensors, []
+    old = f"{naming.first_block}MultiHeadDotProductAttention_1/query/kernel"
+    new = f"{naming.first_block}MultiHeadDotProductAttention_0/query/kernel"
     for name in names:
         ending = next((e for e in (old, new) if name.endswith(e)), None)
         prefix = name.removesuffix(ending) if ending else ""
         kernel = f"{prefix}embedding/kernel"
         if ending is None or kernel not in names or len(archive.shape(kernel)) != 4:
             continue
-        # Both number alike today; the original has its positions in a module of their own.
-        original = ending == old or f"{prefix}{POSEMBED}" in names
+        # Newer Flax numbers both alike; only the original has its position embedding in a module of its own.
+        original = ending == old or f"{prefix}{ORIGINAL_POSITION}" in names
         moments = prefix.startswith("opt") and prefix != "opt/target/"
-        if original == naming.original and prefix.endswith("img/") == naming.tower and not moments:
-            found.append(prefix)
-    return min(found, key=len, default=None)
+        if original == naming.is_original and prefix.endswith("img/") == naming.is_tower and not moments:
+            prefixes.append(prefix)
+    return min(prefixes, key=len, default=None)
 
 
-class Shapes:
-    """Shapes by name, with an error that says what is missing or has another rank."""
+class ShapeReader:
+    """Shapes of an archive by name; raises FormatError for a missing tensor or another rank."""
 
-    def __init__(self, archive: Archive, read_as: str) -> None:
-        self.archive, self.read_as = archive, read_as
+    def __init__(self, archive: Archive, format_name: str) -> None:
+        self.archive, self.format_name = archive, format_name
 
     def __contains__(self, name: str) -> bool:
         return name in self.archive.tensors
 
     def __call__(self, name: str, rank: int) -> tuple[int, ...]:
         if name not in self:
-            raise FormatError(f"read as {self.read_as}, the tensors do not fit: missing {name}.")
+            raise FormatError(f"read as {self.format_name}, the tensors do not fit: missing {name}.")
         shape = self.archive.shape(name)
         if len(shape) != rank:
-            raise FormatError(f"read as {self.read_as}: {name} has shape {shape}, wanted {rank} dimensions.")
+            raise FormatError(f"read as {self.format_name}: {name} has shape {shape}, wanted {rank} dimensions.")
         return shape
 
-    def units(self) -> tuple[int, ...]:
-        """How many units each stage of a ResNet has."""
-        found = [re.match(r"block(\d+)/unit(\d+)/", name) for name in self.archive.tensors]
-        units = {(int(m[1]), int(m[2])) for m in found if m}
+    def stage_depths(self) -> tuple[int, ...]:
+        """Number of units in each stage of a ResNet."""
+        matches = [re.match(r"block(\d+)/unit(\d+)/", name) for name in self.archive.tensors]
+        units = {(int(m[1]), int(m[2])) for m in matches if m}
         stages = max((s for s, _ in units), default=0)
         return tuple(sum(s == stage for s, _ in units) for stage in range(1, stages + 1))
 
 
-def describe(naming: Naming, archive: Archive) -> ModelInfo:
-    shapes = Shapes(archive, naming.name)
+def infer_info(naming: ViTNaming, archive: Archive) -> ModelInfo:
+    shapes = ShapeReader(archive, naming.name)
     options = _encoder(naming, shapes) | _ends(naming, shapes)
     position, notes = _position(naming, shapes, options)
     config = ViTConfig(**options | position)
     if config.num_classes and is_zero(archive, "head"):
-        notes.append("the head is zero, as in some published ImageNet-21k files: its classes mean nothing.")
+        notes.append(
+            "all weights of the head are zero, as in some published ImageNet-21k files: predictions are meaningless."
+        )
     return ModelInfo(
         config=config,
         preprocess=default_preprocess(naming.family, config),
         family=naming.family,
-        task="classify" if config.num_classes and not naming.tower else "embed",
+        task="classify" if config.num_classes and not naming.is_tower else "embed",
         origin=archive.source,
         notes=tuple(notes),
     )
 
 
-def _encoder(naming: Naming, shapes: Shapes) -> dict[str, Any]:
-    *stack, width, heads, _ = shapes(naming.query, 3 + naming.stacked)
+def _encoder(naming: ViTNaming, shapes: ShapeReader) -> dict[str, Any]:
+    *stack, width, heads, _ = shapes(naming.first_query, 3 + naming.stacked)
     numbers = [re.match(r"Transformer/encoderblock_(\d+)/", name) for name in shapes.archive.tensors]
     return {
         "width": width,
         "num_heads": heads,
         "depth": stack[0] if stack else 1 + max(int(m[1]) for m in numbers if m),
-        "mlp_dim": shapes(f"{naming.first}MlpBlock_{naming.mlp}/Dense_0/kernel", 2 + naming.stacked)[-1],
+        "mlp_dim": shapes(f"{naming.first_block}MlpBlock_{naming.mlp_index}/Dense_0/kernel", 2 + naming.stacked)[-1],
         "activation": "gelu-tanh",
         "norm_eps": 1e-6,
         "resample": "google",
     }
 
 
-def _ends(naming: Naming, shapes: Shapes) -> dict[str, Any]:
-    """Stem, patches, pooling, head."""
+def _ends(naming: ViTNaming, shapes: ShapeReader) -> dict[str, Any]:
+    """Options for stem, patches, pooling and head."""
     *patch, channels, _ = shapes("embedding/kernel", 4)
     stem, token = None, "cls" in shapes
-    if naming.original and "conv_root/kernel" in shapes:
+    if naming.is_original and "conv_root/kernel" in shapes:
         *_, channels, base = shapes("conv_root/kernel", 4)
-        stem = StemConfig(layers=shapes.units(), width_factor=base / 64)  # its defaults are the original's conventions
+        stem = StemConfig(layers=shapes.stage_depths(), width_factor=base / 64)  # defaults: the original's conventions
     return {
         "patch_size": tuple(patch),
         "stem": stem,
@@ -302,39 +307,40 @@ def _ends(naming: Naming, shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def _position(naming: Naming, shapes: Shapes, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Kind of position and image size, and what was assumed about them."""
+def _position(naming: ViTNaming, shapes: ShapeReader, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Options for position embedding and image size, and notes on what was assumed."""
     stride = options["stem"].stride if options["stem"] else 1
-    sides = [side * stride for side in options["patch_size"]]  # pixels of the image under one patch
-    told = shapes.archive.hints.get("image_size")
-    if naming.position not in shapes:
-        image = pair(told) if told else tuple(max(round(224 / side), 1) * side for side in sides)
-        note = f"no positions are stored, so neither is the image's size: {image[0]}x{image[1]} assumed."
-        return {"position": "none" if naming.original else "sincos-2d", "image_size": image}, [] if told else [note]
-    rows, token = shapes(naming.position, 3)[1], options["class_token"]
-    for placed in (0,) if not token else (1,) if naming.original else (1, 0):
-        # Without a class token there is nothing to place: the field keeps its default.
-        on_class = {"position_on_class": bool(placed)} if token else {}
-        if told and math.prod(-(-i // s) for i, s in zip(pair(told), sides, strict=True)) == rows - placed:
-            return {"image_size": pair(told), **on_class}, []
+    sides = [side * stride for side in options["patch_size"]]  # pixels of the image covered by one patch
+    hinted = shapes.archive.hints.get("image_size")
+    if naming.position_name not in shapes:
+        size = pair(hinted) if hinted else tuple(max(round(224 / side), 1) * side for side in sides)
+        note = f"the file stores no position embedding and therefore no image size: {size[0]}x{size[1]} is assumed."
+        values = {"position": "none" if naming.is_original else "sincos-2d", "image_size": size}
+        return values, [] if hinted else [note]
+    rows, token = shapes(naming.position_name, 3)[1], options["class_token"]
+    for placed in (0,) if not token else (1,) if naming.is_original else (1, 0):
+        # Without a class token the field has no effect and keeps its default.
+        class_position = {"position_on_class": bool(placed)} if token else {}
+        if hinted and math.prod(-(-i // s) for i, s in zip(pair(hinted), sides, strict=True)) == rows - placed:
+            return {"image_size": pair(hinted), **class_position}, []
         side = math.isqrt(max(rows - placed, 0))
         if side and side * side == rows - placed:
-            return {"image_size": tuple(side * s for s in sides), **on_class}, []
+            return {"image_size": tuple(side * s for s in sides), **class_position}, []
     raise FormatError(
-        f"read as {naming.name}: {naming.position} has {rows} rows, which are no square grid"
-        f"{' and a class token' if token else ''}; the file does not keep the shape of any other: "
+        f"read as {naming.name}: {naming.position_name} has {rows} rows, which is not a square grid"
+        f"{' plus a class token' if token else ''}, and the file does not store the shape of other grids; "
         "pass image_size=(height, width)."
     )
 
 
 def is_zero(archive: Archive, layer: str) -> bool:
-    """Whether a layer is all zeros; the bias first, since the kernel of an ImageNet-21k head is large."""
+    """Whether a layer is all zeros. The bias is checked first: the kernel of an ImageNet-21k head is large."""
     names = [name for name in (f"{layer}/bias", f"{layer}/kernel") if name in archive.tensors]
     return not any(bool(archive.tensors[name].any()) for name in names)
 
 
-def beyond_original(config: ViTConfig) -> list[str]:
-    """Parts of a network that the original ViT does not have, by name."""
+def parts_beyond_original(config: ViTConfig) -> list[str]:
+    """Descriptions of the parts of a network that the original ViT does not have."""
     grid, learned = config.grid, config.position == "learned-1d"
     parts = {
         "registers": config.num_registers > 0,
@@ -345,84 +351,83 @@ def beyond_original(config: ViTConfig) -> list[str]:
         "SwiGLU": config.activation == "swiglu",
         "a norm before the first block": config.pre_norm,
         "a patch projection without bias": not config.patch_bias,
-        "queries, keys and values without bias": not config.qkv_bias,
+        "query, key and value projections without bias": not config.qkv_bias,
         "attention and MLP outputs without bias": not config.proj_bias,
         "a head without bias": config.num_classes > 0 and not config.head_bias,
         f"{config.position} positions": config.position in ("learned-2d", "relative", "rope-2d"),
-        "positions at every layer": (learned or config.position == "sincos-2d")
+        "position embeddings added at every layer": (learned or config.position == "sincos-2d")
         and config.resolved_position_at != "stem",
         f"a grid of {grid[0]}x{grid[1]} patches, which is not square": learned and grid[0] != grid[1],
-        "a norm after pooling": config.pool_norm == "after" and config.pool != "token",  # a token's is the same
+        # for one token, norm and pooling commute
+        "a norm after pooling": config.pool_norm == "after" and config.pool != "token",
         "a network without a final norm": config.pool_norm == "none",
         f"pool={config.pool!r}": config.pool in ("token+gap", "coca"),
         f"a class token beside pool={config.pool!r}": config.class_token and config.pool in ("gap", "map"),
     }
-    return [name for name, there in parts.items() if there]
+    return [name for name, present in parts.items() if present]
 
 
-def cannot(naming: Naming, info: ModelInfo) -> list[str]:
+def unsupported_parts(naming: ViTNaming, info: ModelInfo) -> list[str]:
     config = info.config
     if isinstance(config, BiTConfig):
         return ["a BiT ResNet"]
     learned = config.class_token and config.position == "learned-1d"
     parts = {
-        "sincos-2d positions": naming.original and config.position == "sincos-2d",
-        "pool='map'": naming.original and config.pool == "map",
-        "a class token without a position": naming.original and learned and not config.position_on_class,
-        "a ResNet stem": not naming.original and config.stem is not None,
-        "a network without positions": not naming.original and config.position == "none",
-        "a class token with a position": not naming.original and learned and config.position_on_class,
+        "sincos-2d positions": naming.is_original and config.position == "sincos-2d",
+        "pool='map'": naming.is_original and config.pool == "map",
+        "a class token without a position": naming.is_original and learned and not config.position_on_class,
+        "a ResNet stem": not naming.is_original and config.stem is not None,
+        "a network without positions": not naming.is_original and config.position == "none",
+        "a class token with a position": not naming.is_original and learned and config.position_on_class,
     }
-    return beyond_original(config) + [name for name, there in parts.items() if there]
+    return parts_beyond_original(config) + [name for name, present in parts.items() if present]
 
 
-GELUS = {"gelu": "the exact GELU", "gelu-tanh": "the tanh form of GELU", "gelu-quick": "QuickGELU"}
+GELU_NAMES = {"gelu": "the exact GELU", "gelu-tanh": "the tanh form of GELU", "gelu-quick": "QuickGELU"}
+UNCOVERED_BORDER = "an image whose border is not covered by patches"
 
 
-EDGE = "that an image's edge is left out"
-
-
-def drift(info: ModelInfo) -> list[str]:
-    """What the code that reads these files has fixed."""
-    config, usual = as_vit(info.config), StemConfig()
-    stem = config.stem or usual
+def inexact_conventions(info: ModelInfo) -> list[str]:
+    """Values fixed in Google's code that differ from the config's."""
+    config, default = as_vit(info.config), StemConfig()
+    stem = config.stem or default
     parts = {
-        GELUS.get(config.activation, ""): config.activation != "gelu-tanh",
+        GELU_NAMES.get(config.activation, ""): config.activation != "gelu-tanh",
         f"norm_eps={config.norm_eps}": config.norm_eps != 1e-6,
-        EDGE: config.uncovered == "ignore",
-        f"the stem's norm_eps={stem.norm_eps}": stem.norm_eps != usual.norm_eps,
-        "how the stem standardizes its kernels": (stem.standardize, stem.standardize_eps)
-        != (usual.standardize, usual.standardize_eps),
+        UNCOVERED_BORDER: config.uncovered == "ignore",
+        f"the stem's norm_eps={stem.norm_eps}": stem.norm_eps != default.norm_eps,
+        "the weight standardization of the stem": (stem.standardize, stem.standardize_eps)
+        != (default.standardize, default.standardize_eps),
     }
-    return [name for name, there in parts.items() if there]
+    return [name for name, present in parts.items() if present]
 
 
-def writer(prefix: str) -> Writer:
+def npz_writer(prefix: str) -> Writer:
     def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> list[str]:
-        """One .npz, in C order as the originals' arrays are."""
+        """Write one .npz file with arrays in C order, as in the published files."""
         return write_npz(path, {prefix + name: t.contiguous() for name, t in tensors.items()}, overwrite=overwrite)
 
     return write
 
 
-def format_of(naming: Naming, spelling: Callable[[str], str], write: Writer | None = None) -> Format:
+def make_format(naming: ViTNaming, normalize_name: Callable[[str], str], write: Writer | None = None) -> Format:
     return Format(
         name=naming.name,
-        detect=partial(recognize, naming),
-        infer_info=partial(describe, naming),
+        detect=partial(detect, naming),
+        infer_info=partial(infer_info, naming),
         table=partial(table, naming),
         write=write,
-        unsupported_parts=partial(cannot, naming),
-        inexact_conventions=drift,
-        ignored_outside=OUTSIDE,
-        normalize_name=spelling,
+        unsupported_parts=partial(unsupported_parts, naming),
+        inexact_conventions=inexact_conventions,
+        ignored_outside=EXTRA_TENSORS,
+        normalize_name=normalize_name,
     )
 
 
-GOOGLE = format_of(ORIGINAL, original_spelling, writer(""))
-BIG_VISION = format_of(BIG, big_vision_spelling, writer("params/"))
-BIG_VISION_SCAN = format_of(replace(BIG, stacked=True), big_vision_spelling)
-BIG_VISION_TOWER = format_of(TOWER, big_vision_spelling)
-BIG_VISION_TOWER_SCAN = format_of(replace(TOWER, stacked=True), big_vision_spelling)
+GOOGLE = make_format(ORIGINAL_NAMING, normalize_original_name, npz_writer(""))
+BIG_VISION = make_format(BIG_VISION_NAMING, normalize_big_vision_name, npz_writer("params/"))
+BIG_VISION_SCAN = make_format(replace(BIG_VISION_NAMING, stacked=True), normalize_big_vision_name)
+BIG_VISION_TOWER = make_format(TOWER_NAMING, normalize_big_vision_name)
+BIG_VISION_TOWER_SCAN = make_format(replace(TOWER_NAMING, stacked=True), normalize_big_vision_name)
 FORMATS = (GOOGLE, BIG_VISION, BIG_VISION_SCAN, BIG_VISION_TOWER, BIG_VISION_TOWER_SCAN)
-"""Those after the first two are only read: blocks stacked by a scan, and SigLIP's image tower."""
+"""The first two can be written. The others are read only: stacked blocks (`nn.scan`) and SigLIP's image tower."""

@@ -1,8 +1,7 @@
 """Hugging Face's config.json <-> our config and labels.
 
-Sizes are read from the tensors, which cannot be wrong; config.json is asked for what no tensor
-shows (heads, activation, epsilon, the size of the image), and what it leaves out is the default of
-the class in transformers.
+Sizes are read from the tensors. config.json is read for what no tensor shows (number of heads, activation, epsilon,
+image size); a value that it omits is the default of the class in transformers.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from vitrail.weights.class_names import from_id2label
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import AnyConfig
 
-SEVERAL = "multi_label_classification"
-"""transformers' `problem_type` where an image may have several of the classes."""
+MULTI_LABEL = "multi_label_classification"
+"""transformers' `problem_type` of a multi-label classifier."""
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -32,56 +31,58 @@ ACTIVATIONS = {
     "gelu_accurate": "gelu-tanh",
     "quick_gelu": "gelu-quick",
 }
-"""Their names -> ours; the first of several is written."""
+"""transformers' names -> ours; where several map to one of ours, the first is written."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of network in transformers: what its code decides and its tensors do not show."""
+class Backbone:
+    """One architecture in transformers, with the conventions that its code fixes and no tensor shows."""
 
     family: str
-    types: tuple[str, ...]
-    """The `model_type` of its configs."""
-    models: tuple[str, str]
-    """The class without and with a classifier."""
+    model_types: tuple[str, ...]
+    """Values of `model_type` in its configs."""
+    classes: tuple[str, str]
+    """Names of the classes without and with a classifier."""
     prefix: str = ""
-    """What the network's names stand under inside a classifier."""
+    """Prefix of the network's names inside a classifier."""
     activation: str = "gelu"
-    eps: float = 1e-6
+    norm_eps: float = 1e-6
     resample: str = "huggingface"
 
 
-KINDS = {
-    "vit": Kind("ViT", ("vit", "vit_mae", "vit_msn"), ("ViTModel", "ViTForImageClassification"), "vit.", eps=1e-12),
-    "deit": Kind("DeiT", ("deit",), ("DeiTModel", "DeiTForImageClassification"), "deit.", eps=1e-12),
-    "dinov2": Kind("DINOv2", ("dinov2",), ("Dinov2Model", "Dinov2ForImageClassification"), "dinov2."),
-    "dinov2_with_registers": Kind(
+BACKBONES = {
+    "vit": Backbone(
+        "ViT", ("vit", "vit_mae", "vit_msn"), ("ViTModel", "ViTForImageClassification"), "vit.", norm_eps=1e-12
+    ),
+    "deit": Backbone("DeiT", ("deit",), ("DeiTModel", "DeiTForImageClassification"), "deit.", norm_eps=1e-12),
+    "dinov2": Backbone("DINOv2", ("dinov2",), ("Dinov2Model", "Dinov2ForImageClassification"), "dinov2."),
+    "dinov2_with_registers": Backbone(
         "DINOv2",
         ("dinov2_with_registers",),
         ("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification"),
         "dinov2_with_registers.",
-        resample="timm",  # the only one of these that antialiases
+        resample="timm",  # the only one that antialiases when it resizes positions
     ),
-    "clip": Kind(
+    "clip": Backbone(
         "CLIP",
         ("clip_vision_model", "clip"),
         ("CLIPVisionModel", "CLIPForImageClassification"),
         "vision_model.",
         activation="quick_gelu",
-        eps=1e-5,
+        norm_eps=1e-5,
     ),
-    "siglip": Kind(
+    "siglip": Backbone(
         "SigLIP",
         ("siglip_vision_model", "siglip"),
         ("SiglipVisionModel", "SiglipForImageClassification"),
         "vision_model.",
         activation="gelu_pytorch_tanh",
     ),
-    "ijepa": Kind("IJEPA", ("ijepa",), ("IJepaModel", "IJepaForImageClassification"), "ijepa.", eps=1e-12),
-    "bit": Kind("BiT", ("bit",), ("BitModel", "BitForImageClassification"), "bit."),
+    "ijepa": Backbone("IJEPA", ("ijepa",), ("IJepaModel", "IJepaForImageClassification"), "ijepa.", norm_eps=1e-12),
+    "bit": Backbone("BiT", ("bit",), ("BitModel", "BitForImageClassification"), "bit."),
 }
 
-BIT = {
+BIT_SETTINGS = {
     "layer_type": "preactivation",
     "global_padding": None,
     "hidden_act": "relu",
@@ -89,20 +90,20 @@ BIT = {
     "embedding_dynamic_padding": False,
     "output_stride": 32,
 }
-"""What BitConfig can say and BiT's own network does not vary."""
+"""Settings of BitConfig with the only values that BiT uses."""
 
 
-def refuse_type(model_type: str) -> None:
-    """Raise FormatError for a `model_type` that is not one of KINDS."""
-    known = [t for kind in KINDS.values() for t in kind.types]
+def check_model_type(model_type: str) -> None:
+    """Raise FormatError for a `model_type` that is not one of BACKBONES."""
+    known = [t for backbone in BACKBONES.values() for t in backbone.model_types]
     if model_type not in known:
         raise FormatError(
-            f"config.json says model_type={model_type!r}, which vitrail does not read yet; it reads {', '.join(known)}."
+            f"config.json has model_type={model_type!r}, which vitrail does not support; supported: {', '.join(known)}."
         )
 
 
-def kind_of(config: AnyConfig) -> str:
-    """The key of KINDS whose code computes this network, if any does."""
+def backbone_for(config: AnyConfig) -> str:
+    """The key of BACKBONES whose code computes this network, if any does."""
     if isinstance(config, BiTConfig):
         return "bit"
     if config.pool == "map" or not config.class_token:
@@ -115,150 +116,164 @@ def kind_of(config: AnyConfig) -> str:
 
 
 def is_projection(config: AnyConfig) -> bool:
-    """CLIP's outputs are a space to compare images in, not classes."""
+    """Whether the outputs are CLIP's image embeddings rather than class logits."""
     return (
         isinstance(config, ViTConfig)
-        and kind_of(config) == "clip"
+        and backbone_for(config) == "clip"
         and config.pool == "token"
         and config.num_classes > 0
     )
 
 
 @dataclass(frozen=True)
-class Said:
-    """What config.json says about the image's network; empty without one."""
+class HuggingFaceConfig:
+    """The vision part of a config.json; empty if there is none."""
 
-    kind: Kind
+    backbone: Backbone
     fields: dict[str, Any]
-    type: str
+    model_type: str
     """`model_type`, or "" where there is no config.json."""
     id2label: dict[str, str] | None
-    told: dict[str, Any] = field(default_factory=dict)
-    """By the caller, for where the file is silent."""
+    hints: dict[str, Any] = field(default_factory=dict)
+    """Values passed by the caller, used where the file does not state them."""
     multi_label: bool = False
     """Whether an image may have several of the classes."""
 
     @classmethod
-    def of(cls, archive: Archive, kind: Kind) -> Said:
-        whole = archive.sidecars.get("config.json")
-        if not isinstance(whole, dict) or not ("model_type" in whole or "hidden_size" in whole):
-            return cls(kind, {}, "", None, archive.hints)
-        named = str(whole.get("model_type", kind.types[0]))
-        if named not in kind.types:
+    def from_archive(cls, archive: Archive, backbone: Backbone) -> HuggingFaceConfig:
+        content = archive.sidecars.get("config.json")
+        if not isinstance(content, dict) or not ("model_type" in content or "hidden_size" in content):
+            return cls(backbone, {}, "", None, archive.hints)
+        model_type = str(content.get("model_type", backbone.model_types[0]))
+        if model_type not in backbone.model_types:
             raise FormatError(
-                f"config.json says model_type={named!r}, the tensors look like {' or '.join(kind.types)}: "
-                "two models are mixed up."
+                f"config.json has model_type={model_type!r}, but the tensors are those of "
+                f"{' or '.join(backbone.model_types)}: the files belong to different models."
             )
-        fields = _vision(whole) if kind.family in ("CLIP", "SigLIP") else whole
-        return cls(kind, fields, named, whole.get("id2label"), archive.hints, whole.get("problem_type") == SEVERAL)
+        fields = _vision_part(content) if backbone.family in ("CLIP", "SigLIP") else content
+        return cls(
+            backbone,
+            fields,
+            model_type,
+            content.get("id2label"),
+            archive.hints,
+            content.get("problem_type") == MULTI_LABEL,
+        )
 
     def get(self, *names: str, default: Any = None) -> Any:
         return next((self.fields[n] for n in names if self.fields.get(n) is not None), default)
 
-    def agrees(self, **found: Any) -> None:
-        """Raise where config.json belongs to another network than the tensors."""
-        for name, value in found.items():
+    def check_sizes(self, **sizes: Any) -> None:
+        """Raise FormatError where a size in config.json differs from that of the tensors."""
+        for name, value in sizes.items():
             stated = self.get(name, default=value)
-            if _sizes(stated) != _sizes(value):
+            if _as_pair(stated) != _as_pair(value):
                 raise FormatError(
-                    f"config.json says {name}={stated}, the tensors have {value}: two models are mixed up."
+                    f"config.json has {name}={stated}, but the tensors have {value}: "
+                    "the files belong to different models."
                 )
 
     def conventions(self) -> dict[str, Any]:
-        """Fields of ViTConfig that no tensor shows."""
-        told = {theirs for theirs, ours in ACTIVATIONS.items() if ours == self.told.get("activation")}
-        if not self.type and self.kind.family == "CLIP" and not told:
+        """Fields of ViTConfig that no tensor shows: activation, epsilon, dropout, position resampling."""
+        hinted = {theirs for theirs, ours in ACTIVATIONS.items() if ours == self.hints.get("activation")}
+        if not self.model_type and self.backbone.family == "CLIP" and not hinted:
             raise FormatError(
-                "its tensors are those of a CLIP image tower and do not show which GELU it computes; pass "
+                "the tensors are those of a CLIP image tower and do not show which GELU it uses; pass "
                 "activation='gelu-quick' for weights by OpenAI, MetaCLIP and DFN, activation='gelu' for the others."
             )
-        activation = self.get("hidden_act", default=self.kind.activation)
+        activation = self.get("hidden_act", default=self.backbone.activation)
         if activation not in ACTIVATIONS:
-            raise FormatError(f"config.json says hidden_act={activation!r}; vitrail has {', '.join(ACTIVATIONS)}.")
+            raise FormatError(
+                f"config.json has hidden_act={activation!r}, which vitrail does not support; "
+                f"supported: {', '.join(ACTIVATIONS)}."
+            )
         return {
             "activation": ACTIVATIONS[activation],
-            "norm_eps": float(self.get("layer_norm_eps", default=1e-6 if self.type == "vit_msn" else self.kind.eps)),
-            "resample": self.kind.resample,
+            "norm_eps": float(
+                self.get("layer_norm_eps", default=1e-6 if self.model_type == "vit_msn" else self.backbone.norm_eps)
+            ),
+            "resample": self.backbone.resample,
             "dropout": float(self.get("hidden_dropout_prob", default=0.0)),
             "attention_dropout": float(self.get("attention_probs_dropout_prob", "attention_dropout", default=0.0)),
             "drop_path": float(self.get("drop_path_rate", default=0.0)),
         }
 
-    def heads(self, width: int, depth: int, mlp: int) -> tuple[int, str]:
-        """How many, and what was assumed."""
-        usual = 12 if self.type and width % 12 == 0 else None
-        stated = self.told.get("num_heads") or self.get("num_attention_heads", default=usual)
+    def num_heads(self, width: int, depth: int, mlp_dim: int) -> tuple[int, str]:
+        """Number of heads, and a note if it was assumed."""
+        default = 12 if self.model_type and width % 12 == 0 else None
+        stated = self.hints.get("num_heads") or self.get("num_attention_heads", default=default)
         if stated is not None:
             return int(stated), ""
-        heads = infer_num_heads(width, mlp)
+        heads = infer_num_heads(width, mlp_dim)
         if heads is None:
             raise FormatError(
-                f"there is no config.json to say how many heads share width {width}; put it beside the weights, "
-                "or pass num_heads=..."
+                f"there is no config.json, and the number of heads at width {width} cannot be guessed; "
+                "put the file beside the weights, or pass num_heads=..."
             )
-        return heads, f"{heads} heads of {width // heads} are assumed; pass num_heads=... if there are others."
+        return heads, f"{heads} heads of width {width // heads} are assumed; pass num_heads=... if that is wrong."
 
-    def image(self, patch: tuple[int, int], patches: int) -> tuple[int, int]:
-        """The size the positions are for."""
+    def image_size(self, patch: tuple[int, int], num_patches: int) -> tuple[int, int]:
+        """The image size that the position embedding is for."""
         stated = self.get("image_size")
-        if stated is None and self.told.get("image_size"):
-            size = pair(self.told["image_size"])
-            if math.prod(s // p for s, p in zip(size, patch, strict=True)) == patches:
+        if stated is None and self.hints.get("image_size"):
+            size = pair(self.hints["image_size"])
+            if math.prod(s // p for s, p in zip(size, patch, strict=True)) == num_patches:
                 return size
         if stated is None:
-            side = math.isqrt(patches)
-            if side * side != patches:
+            side = math.isqrt(num_patches)
+            if side * side != num_patches:
                 raise FormatError(
-                    f"{patches} positions are no square, and config.json has no image_size; "
+                    f"{num_patches} positions are not a square grid, and config.json has no image_size; "
                     "pass image_size=(height, width)."
                 )
             return side * patch[0], side * patch[1]
         size = pair(stated if isinstance(stated, int) else tuple(stated))
         rows, columns = size[0] // patch[0], size[1] // patch[1]
-        if rows * columns != patches:
+        if rows * columns != num_patches:
             raise FormatError(
-                f"config.json says image_size={stated}: {rows} x {columns} patches; there are {patches} positions."
+                f"config.json has image_size={stated} ({rows}x{columns} patches), but the tensors have "
+                f"{num_patches} positions."
             )
         return size
 
     def labels(self, num_classes: int) -> tuple[tuple[str, ...] | None, str]:
-        """Names of the classes, and what was wrong with them."""
+        """Class names, and a note if those in the file cannot be used."""
         if not self.id2label or not num_classes:
             return None, ""
         try:
             names = from_id2label(self.id2label)
         except ConfigError as error:
-            return None, f"the class names in config.json were not used: {error}"
+            return None, f"the class names in config.json are not used: {error}"
         if names is not None and len(names) != num_classes:
-            return None, f"config.json has {len(names)} class names for {num_classes} classes: they were not used."
+            return None, f"config.json has {len(names)} class names for {num_classes} classes: they are not used."
         return names, ""
 
 
-def _vision(whole: dict[str, Any]) -> dict[str, Any]:
-    """The vision tower's part, with an older spelling that overrides it, as transformers reads them."""
-    if "vision_config" not in whole and "vision_config_dict" not in whole:
-        return whole
-    older = whole.get("vision_config_dict")
+def _vision_part(content: dict[str, Any]) -> dict[str, Any]:
+    """The vision tower's part; the older field vision_config_dict overrides vision_config, as in transformers."""
+    if "vision_config" not in content and "vision_config_dict" not in content:
+        return content
+    older = content.get("vision_config_dict")
     defaults = {"hidden_act": None, "layer_norm_eps": None} if older else {}
-    return {**(whole.get("vision_config") or {}), **defaults, **(older or {})}
+    return {**(content.get("vision_config") or {}), **defaults, **(older or {})}
 
 
-def _sizes(value: Any) -> Any:
+def _as_pair(value: Any) -> Any:
     return pair(value if isinstance(value, int) else tuple(value))
 
 
-def _plain(size: Pair) -> int | list[int]:
+def _int_or_list(size: Pair) -> int | list[int]:
     height, width = pair(size)
     return height if height == width else [height, width]
 
 
-def written(info: ModelInfo, dtype: str) -> dict[str, Any]:
-    """config.json for this model."""
+def config_json(info: ModelInfo, dtype: str) -> dict[str, Any]:
+    """The contents of config.json for this model."""
     config = info.config
-    name = kind_of(config)
-    kind = KINDS[name]
-    values: dict[str, Any] = {"architectures": [architecture(info)], "model_type": kind.types[0]}
-    body = _bit(config) if isinstance(config, BiTConfig) else BODIES[name](config)
+    name = backbone_for(config)
+    backbone = BACKBONES[name]
+    values: dict[str, Any] = {"architectures": [model_class(info)], "model_type": backbone.model_types[0]}
+    body = _bit(config) if isinstance(config, BiTConfig) else CONFIG_WRITERS[name](config)
     if config.num_classes and not is_projection(config):
         labels = info.labels or [f"LABEL_{i}" for i in range(config.num_classes)]
         values |= {
@@ -266,19 +281,19 @@ def written(info: ModelInfo, dtype: str) -> dict[str, Any]:
             "label2id": {label: i for i, label in enumerate(labels)},
         }
         if info.multi_label:
-            values["problem_type"] = SEVERAL
+            values["problem_type"] = MULTI_LABEL
         if name in ("clip", "siglip"):
-            values["model_type"] = kind.types[1]
-            body = {"vision_config": {"model_type": kind.types[0], **body}}
-    if architecture(info) == "ViTMAEModel":
+            values["model_type"] = backbone.model_types[1]
+            body = {"vision_config": {"model_type": backbone.model_types[0], **body}}
+    if model_class(info) == "ViTMAEModel":
         values["model_type"] = "vit_mae"
     return values | body | {"torch_dtype": dtype}
 
 
-def architecture(info: ModelInfo) -> str:
-    """The class that computes this model."""
+def model_class(info: ModelInfo) -> str:
+    """Name of the transformers class that computes this model."""
     config = info.config
-    bare, classifier = KINDS[kind_of(config)].models
+    bare, classifier = BACKBONES[backbone_for(config)].classes
     if is_projection(config):
         return "CLIPVisionModelWithProjection"
     if isinstance(config, ViTConfig):
@@ -299,8 +314,8 @@ def _shared(config: ViTConfig) -> dict[str, Any]:
         "intermediate_size": config.mlp_dim,
         "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == activation),
         "layer_norm_eps": config.norm_eps,
-        "image_size": _plain(config.image_size),
-        "patch_size": _plain(config.patch_size),
+        "image_size": _int_or_list(config.image_size),
+        "patch_size": _int_or_list(config.patch_size),
         "num_channels": config.channels,
     }
 
@@ -345,12 +360,12 @@ def _bit(config: BiTConfig) -> dict[str, Any]:
         "embedding_size": base,
         "hidden_sizes": [4 * base * 2**s for s in range(len(config.layers))],
         "depths": list(config.layers),
-        "width_factor": 1,  # its own would widen the stages and not the final norm
-        **BIT,
+        "width_factor": 1,  # transformers' own would widen the stages but not the final norm
+        **BIT_SETTINGS,
     }
 
 
-BODIES: dict[str, Callable[[ViTConfig], dict[str, Any]]] = {
+CONFIG_WRITERS: dict[str, Callable[[ViTConfig], dict[str, Any]]] = {
     "vit": _vit,
     "deit": _vit,
     "dinov2": _dinov2,
@@ -361,7 +376,7 @@ BODIES: dict[str, Callable[[ViTConfig], dict[str, Any]]] = {
 
 
 def mlp_ratio(config: ViTConfig) -> int | None:
-    """Dinov2Config counts the MLP in whole multiples of the width; two thirds of that for SwiGLU."""
+    """Dinov2Config's mlp_ratio, a whole multiple of the width (SwiGLU uses two thirds of it); None if none fits."""
     for ratio in range(1, 33):
         hidden = config.width * ratio
         if config.activation == "swiglu":

@@ -1,9 +1,8 @@
-"""Hugging Face's names as tables: the hub's, which every version of transformers reads.
+"""Rename tables for Hugging Face's names as on the Hub, which every version of transformers reads.
 
-Version 5 calls some modules otherwise and translates when it loads and saves; a plain
-`state_dict()` has the newer names, and `spelling` turns those into the hub's. A network inside a
-classifier stands under a prefix (`vit.`), alone it does not: tables leave the prefix out, `spelling`
-takes it away and `huggingface.write` puts it back.
+transformers 5 renames some modules in memory and translates when it loads and saves: a plain `state_dict()` has the
+newer names, which `normalize_name` turns into the Hub's. A network inside a classifier has a prefix (`vit.`):
+`normalize_name` removes it, the tables are without it, and `huggingface.write` adds it again.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.config import BiTConfig
-from vitrail.weights.huggingface_config import is_projection, kind_of
+from vitrail.weights.huggingface_config import backbone_for, is_projection
 from vitrail.weights.renaming import (
     CLASS_TOKEN,
     CONCAT_QKV,
@@ -34,22 +33,22 @@ from vitrail.weights.renaming import (
 # B images, D width, R registers
 
 
-def stacked(theirs: str, *names: str) -> list[Rule]:
-    """Queries, keys and values of a block, apart <-> one matrix."""
+def qkv_rules(theirs: str, *names: str) -> list[Rule]:
+    """Rules for separate query, key and value projections <-> one concatenated projection."""
     return [
         Rule(tuple(f"{theirs}.{n}.{part}" for n in names), f"blocks.{{i}}.attention.qkv.{part}", CONCAT_QKV)
         for part in ("weight", "bias")
     ]
 
 
-def _read_unread(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
-    """A distillation token that no head reads is a register; ours have no position, so it is added here."""
+def _read_unused_distillation(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
+    """Read a distillation token without a head as a register; its position embedding is added to it."""
     token, rows = tensors[0][0], tensors[1][0]  # 1 D, T D
     rest = torch.cat([rows[:1], rows[2:]])
     return [token + rows[1:2] if rows[1].any() else token, *POSITION.read([rest[None]], config)]
 
 
-def _write_unread(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
+def _write_unused_distillation(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
     register, prefix, table = tensors
     return [register[None], torch.cat([prefix, torch.zeros_like(register), table.flatten(0, 1)])[None]]
 
@@ -59,18 +58,18 @@ def _read_in_proj(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
     return [tensors[0][:third], tensors[0][third:]]
 
 
-UNREAD = Transform(_read_unread, _write_unread)
+DISTILLATION_AS_REGISTER = Transform(_read_unused_distillation, _write_unused_distillation)
 IN_PROJ = Transform(_read_in_proj, lambda t, _: [torch.cat(list(t))])
-"""Queries, keys, values in one matrix <-> queries, and keys with values."""
+"""Query, key and value in one matrix <-> query, and key with value."""
 
 TRUNK = [
     Rule("embeddings.cls_token", "class_token", CLASS_TOKEN),
     *weight_and_bias("embeddings.patch_embeddings.projection", "patch"),
-    *stacked("encoder.layer.{i}.attention.attention", "query", "key", "value"),
+    *qkv_rules("encoder.layer.{i}.attention.attention", "query", "key", "value"),
     *weight_and_bias("encoder.layer.{i}.attention.output.dense", "blocks.{i}.attention.out"),
     *weight_and_bias("layernorm", "norm"),
 ]
-PLACED = [Rule("embeddings.position_embeddings", POSITION_NAMES, POSITION)]
+POSITION_RULES = [Rule("embeddings.position_embeddings", POSITION_NAMES, POSITION)]
 VIT = [
     *TRUNK,
     *weight_and_bias("encoder.layer.{i}.layernorm_before", "blocks.{i}.norm1"),
@@ -85,12 +84,16 @@ DISTILLED = [
     *weight_and_bias("cls_classifier", "head"),
     *weight_and_bias("distillation_classifier", "head_distill"),
 ]
-WITH_UNREAD = [
-    Rule(("embeddings.distillation_token", "embeddings.position_embeddings"), ("registers", *POSITION_NAMES), UNREAD)
+UNUSED_DISTILLATION = [
+    Rule(
+        ("embeddings.distillation_token", "embeddings.position_embeddings"),
+        ("registers", *POSITION_NAMES),
+        DISTILLATION_AS_REGISTER,
+    )
 ]
 DINOV2 = [
     *TRUNK,
-    *PLACED,
+    *POSITION_RULES,
     Rule("embeddings.register_tokens", "registers", TOKENS),
     *weight_and_bias("encoder.layer.{i}.norm1", "blocks.{i}.norm1"),
     Rule("encoder.layer.{i}.layer_scale1.lambda1", "blocks.{i}.scale1"),
@@ -103,7 +106,7 @@ MLP = [
     *weight_and_bias("encoder.layer.{i}.mlp.fc2", "blocks.{i}.mlp.down"),
 ]
 GATED = [
-    *weight_and_bias("encoder.layer.{i}.mlp.weights_in", "blocks.{i}.mlp.up"),  # the gate first, as ours
+    *weight_and_bias("encoder.layer.{i}.mlp.weights_in", "blocks.{i}.mlp.up"),  # the gate first, as in ours
     *weight_and_bias("encoder.layer.{i}.mlp.weights_out", "blocks.{i}.mlp.down"),
 ]
 TOWER = [
@@ -112,7 +115,7 @@ TOWER = [
     Rule("embeddings.position_embedding.weight", POSITION_NAMES, POSITION_FLAT),
     *weight_and_bias("pre_layrnorm", "pre_norm"),
     *weight_and_bias("encoder.layers.{i}.layer_norm1", "blocks.{i}.norm1"),
-    *stacked("encoder.layers.{i}.self_attn", "q_proj", "k_proj", "v_proj"),
+    *qkv_rules("encoder.layers.{i}.self_attn", "q_proj", "k_proj", "v_proj"),
     *weight_and_bias("encoder.layers.{i}.self_attn.out_proj", "blocks.{i}.attention.out"),
     *weight_and_bias("encoder.layers.{i}.layer_norm2", "blocks.{i}.norm2"),
     *weight_and_bias("encoder.layers.{i}.mlp.fc1", "blocks.{i}.mlp.up"),
@@ -141,25 +144,25 @@ RESNET = [
 IGNORED = {
     "vit": ("embeddings.mask_token", "decoder.*"),
     "deit": ("embeddings.mask_token", "decoder.*", "pooler.*"),
-    "dinov2": ("embeddings.mask_token", "embeddings.register_tokens"),  # an empty table where there are none
+    "dinov2": ("embeddings.mask_token", "embeddings.register_tokens"),  # empty where the model has none
     "dinov2_with_registers": ("embeddings.mask_token",),
     "clip": ("embeddings.position_ids", "text_model.*", "text_projection.weight", "logit_scale"),
     "siglip": ("embeddings.position_ids", "text_model.*", "logit_scale", "logit_bias"),
     "bit": (),
 }
-"""Tensors of other tasks that may lie in the same file."""
+"""Tensors in the same file that are not loaded: parts for other tasks."""
 
 
 @dataclass
 class HuggingFaceTable(RenameTable):
-    """A table that also reads SwiGLU's gate and value apart, as version 5 names them in memory.
+    """A table that also reads separate gate and value projections of SwiGLU (transformers 5 in memory).
 
-    A network without a class token is written as SigLIP, and read from I-JEPA's names as well.
+    A network without a class token is written with SigLIP's names, and can be read from I-JEPA's as well.
     """
 
     def read(self, theirs: Mapping[str, Tensor], skeleton: nn.Module, config: AnyConfig) -> dict[str, Tensor]:
-        if kind_of(config) == "siglip" and "embeddings.position_embeddings" in theirs:
-            return RenameTable(self.name, [*VIT, *PLACED], IGNORED["vit"]).read(theirs, skeleton, config)
+        if backbone_for(config) == "siglip" and "embeddings.position_embeddings" in theirs:
+            return RenameTable(self.name, [*VIT, *POSITION_RULES], IGNORED["vit"]).read(theirs, skeleton, config)
         gates = [n for n in theirs if ".mlp.gate_proj." in n]
         if gates:
             joined = {n: theirs[n] for n in theirs}
@@ -171,30 +174,30 @@ class HuggingFaceTable(RenameTable):
 
 
 def table(config: AnyConfig) -> RenameTable:
-    kind = kind_of(config)
-    ignore: tuple[str, ...] = IGNORED[kind]
+    backbone = backbone_for(config)
+    ignore: tuple[str, ...] = IGNORED[backbone]
     if isinstance(config, BiTConfig):
         rules = RESNET
-    elif kind == "vit":
-        rules = [*VIT, *PLACED]
+    elif backbone == "vit":
+        rules = [*VIT, *POSITION_RULES]
         ignore = ignore if config.pre_logits else (*ignore, "pooler.*")
-    elif kind == "deit":
+    elif backbone == "deit":
         without = [r for r in VIT if r not in CLASSIFIER]
-        rules = [*without, *PLACED, *DISTILLED] if config.distilled else [*VIT, *WITH_UNREAD]
-    elif kind in ("clip", "siglip"):
+        rules = [*without, *POSITION_RULES, *DISTILLED] if config.distilled else [*VIT, *UNUSED_DISTILLATION]
+    elif backbone in ("clip", "siglip"):
         rules = [*TOWER, *(PROJECTION if is_projection(config) else CLASSIFIER)]
         unused = {"clip": ("post_layernorm.*",) if config.pool_norm == "none" else (), "siglip": ("head.*",)}
-        ignore = ignore if config.pool == "map" else (*ignore, *unused[kind])
+        ignore = ignore if config.pool == "map" else (*ignore, *unused[backbone])
     else:
         rules = [*DINOV2, *(GATED if config.activation == "swiglu" else MLP)]
     return HuggingFaceTable("huggingface", rules, ignore)
 
 
-SPELLINGS = [
+NAME_PATTERNS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"^(vit|deit|ijepa|dinov2|dinov2_with_registers|vision_model|bit)\.", ""),
-        # version 5's names in memory -> the hub's
+        # names of transformers 5 in memory -> the Hub's
         (r"^layers\.(\d+)\.mlp\.fc1\.", r"encoder.layer.\1.intermediate.dense."),
         (r"^layers\.(\d+)\.mlp\.fc2\.", r"encoder.layer.\1.output.dense."),
         (r"^layers\.(\d+)\.", r"encoder.layer.\1."),
@@ -207,8 +210,8 @@ SPELLINGS = [
 ]
 
 
-def spelling(name: str) -> str:
-    """A name of any version, with or without a prefix -> the hub's, without."""
-    for pattern, replacement in SPELLINGS:
+def normalize_name(name: str) -> str:
+    """A name of any transformers version, with or without prefix -> the Hub's, without prefix."""
+    for pattern, replacement in NAME_PATTERNS:
         name = pattern.sub(replacement, name)
     return name

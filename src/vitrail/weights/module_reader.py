@@ -26,7 +26,7 @@ from vitrail.models.base import BaseNet, eval_mode
 from vitrail.weights import checkpoint
 from vitrail.weights.archive import Archive, LazyTensors
 from vitrail.weights.model_info import ModelInfo, preprocess_for_size
-from vitrail.weights.unsupported import refuse_architecture
+from vitrail.weights.unsupported import reject_architecture
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 GELUS = {"GELU": "gelu", "GELUTanh": "gelu-tanh", "QuickGELU": "gelu-quick"}
@@ -90,7 +90,7 @@ def _archive(module: Any) -> Archive:
         config = module.config
         beside = {"config.json": config.to_dict(), **_processor(str(getattr(config, "name_or_path", "")))}
     elif architecture := (getattr(module, "pretrained_cfg", None) or {}).get("architecture"):
-        refuse_architecture(architecture)
+        reject_architecture(architecture)
         package, name, beside = "timm", architecture, {"config.json": _timm_config(module, architecture)}
     source = f"{package}'{'' if package.endswith('s') else 's'} {name}"
     header = {file: json.dumps(content, default=str) for file, content in beside.items()}

@@ -1,4 +1,4 @@
-"""timm's names: its ViTs, DeiTs, hybrids and BiT ResNets, as files or as repositories."""
+"""timm's ViT, DeiT, hybrid and BiT models, as files or repositories."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from vitrail.weights.renaming import (
     Transform,
     weight_and_bias,
 )
-from vitrail.weights.timm_evidence import arguments, family_of
+from vitrail.weights.timm_origin import infer_family, script_args
 from vitrail.weights.writers import new_folder, write_json, write_safetensors
 
-# R registers, P special tokens with a position, N patches, D width
+# R registers, D width
 
 
 def _read_registers(tensors: Any, config: AnyConfig) -> list[Tensor]:
-    """timm can give registers a position; ours have none, so it becomes part of the register."""
+    """In timm registers may have a position embedding; ours have none, so it is added to the register."""
     assert isinstance(config, ViTConfig)
     tokens, table = (t.flatten(0, 1) for t in tensors)  # R D, rows D
     if len(table) == config.num_positioned_prefix_tokens + math.prod(config.grid):
@@ -44,12 +44,12 @@ def _read_registers(tensors: Any, config: AnyConfig) -> list[Tensor]:
     first, last = config.num_positioned_prefix_tokens, config.num_positioned_prefix_tokens + config.num_registers
     position = table[first:last]
     rest = torch.cat([table[:first], table[last:]])[None]
-    tokens = torch.where(position == 0, tokens, tokens + position)  # -0 + 0 is another zero
+    tokens = torch.where(position == 0, tokens, tokens + position)  # keeps -0.0, which -0.0 + 0.0 would turn into 0.0
     return [tokens, *POSITION.read([rest], config)]
 
 
 def _write_registers(tensors: Any, config: AnyConfig) -> list[Tensor]:
-    """Where timm's class token has a position its registers have too: zeros, which change nothing."""
+    """Where timm's class token has a position embedding, so do its registers: zeros are written."""
     tokens, *prefix, table = tensors
     zeros = [torch.zeros_like(tokens)] if prefix else []
     return [tokens[None], torch.cat([*prefix, *zeros, table.flatten(0, 1)])[None]]
@@ -58,9 +58,9 @@ def _write_registers(tensors: Any, config: AnyConfig) -> list[Tensor]:
 REGISTERS_AND_POSITION = Transform(_read_registers, _write_registers)
 
 
-TOKENS_RULES = [Rule("cls_token", "class_token", CLASS_TOKEN), Rule("dist_token", "distill_token", CLASS_TOKEN)]
+TOKEN_RULES = [Rule("cls_token", "class_token", CLASS_TOKEN), Rule("dist_token", "distill_token", CLASS_TOKEN)]
 POSITION_RULES = [Rule("reg_token", "registers", TOKENS), Rule("pos_embed", POSITION_NAMES, POSITION)]
-PLACED_REGISTERS = [Rule(("reg_token", "pos_embed"), ("registers", *POSITION_NAMES), REGISTERS_AND_POSITION)]
+REGISTER_RULES = [Rule(("reg_token", "pos_embed"), ("registers", *POSITION_NAMES), REGISTERS_AND_POSITION)]
 
 BLOCK = [
     *weight_and_bias("blocks.{i}.norm1", "blocks.{i}.norm1"),
@@ -91,8 +91,8 @@ ENDS = [
 ]
 
 
-def resnet(theirs: str, ours: str) -> list[Rule]:
-    """Units of a ResNet: three convolutions, three norms."""
+def resnet_rules(theirs: str, ours: str) -> list[Rule]:
+    """Rules for the units of a ResNet: three convolutions and three norms each."""
     unit = [(f"{part}{n}", f"{part}{n}") for n in (1, 2, 3) for part in ("conv", "norm")]
     rules = [
         r
@@ -102,15 +102,15 @@ def resnet(theirs: str, ours: str) -> list[Rule]:
     return [r for r in rules if "conv" not in str(r.ours) or "bias" not in str(r.ours)]
 
 
-def root(theirs: str) -> list[Rule]:
+def root_rules(theirs: str) -> list[Rule]:
     return [Rule(f"{theirs}conv.weight", "stem.root.conv.weight"), *weight_and_bias(f"{theirs}norm", "stem.root.norm")]
 
 
-ROOT_ALONE = root("patch_embed.backbone.")
-"""timm's name for a stem without stages."""
+ROOT_ALONE = root_rules("patch_embed.backbone.")
+"""Rules for a stem without stages."""
 STEM = [
-    *root("patch_embed.backbone.stem."),
-    *resnet("patch_embed.backbone.", "stem."),
+    *root_rules("patch_embed.backbone.stem."),
+    *resnet_rules("patch_embed.backbone.", "stem."),
     Rule(
         "patch_embed.backbone.stages.{s}.blocks.{u}.downsample.conv.weight", "stem.stages.{s}.{u}.project.conv.weight"
     ),
@@ -119,7 +119,7 @@ STEM = [
 
 BIT = [
     Rule("stem.conv.weight", "root.weight"),
-    *resnet("", ""),
+    *resnet_rules("", ""),
     Rule("stages.{s}.blocks.{u}.downsample.conv.weight", "stages.{s}.{u}.project.weight"),
     *weight_and_bias("norm", "norm"),
     Rule("head.fc.weight", "head.weight", CONV1X1_TO_LINEAR),
@@ -131,10 +131,10 @@ def table(config: AnyConfig) -> RenameTable:
     if isinstance(config, BiTConfig):
         return RenameTable("timm", BIT)
     norm = "fc_norm" if config.pool_norm == "after" and not config.distilled else "norm"
-    placed = PLACED_REGISTERS if config.num_registers and config.position == "learned-1d" else POSITION_RULES
+    positions = REGISTER_RULES if config.num_registers and config.position == "learned-1d" else POSITION_RULES
     stem = ROOT_ALONE if config.stem and not config.stem.layers else STEM
     ignore = () if config.pre_logits else ("pre_logits.*",)
-    return RenameTable("timm", [*TOKENS_RULES, *placed, *ENDS, *weight_and_bias(norm, "norm"), *BLOCK, *stem], ignore)
+    return RenameTable("timm", [*TOKEN_RULES, *positions, *ENDS, *weight_and_bias(norm, "norm"), *BLOCK, *stem], ignore)
 
 
 PREFIXES = (
@@ -152,39 +152,39 @@ ANCHORS = ("patch_embed.proj.weight", "blocks.0.norm1.weight", "blocks.0.attn.qk
 BIT_ANCHORS = ("stem.conv.weight", "stages.0.blocks.0.norm1.weight", "stages.0.blocks.0.conv1.weight")
 
 
-def recognize(archive: Archive) -> str | None:
+def detect(archive: Archive) -> str | None:
     for prefix in PREFIXES:
         names = {n.removeprefix(prefix) for n in archive.tensors if n.startswith(prefix)}
-        # Two will do: a file that lacks one of its tensors is told so, by name.
+        # Two are enough: a file that lacks one tensor is read, and the error names the missing one.
         if len(names.intersection(ANCHORS)) > 1 or len(names.intersection(BIT_ANCHORS)) > 1:
             return prefix
     return None
 
 
-def describe(archive: Archive) -> ModelInfo:
-    said = timm_config.Said.of(archive)
+def infer_info(archive: Archive) -> ModelInfo:
+    stated = timm_config.TimmConfig.from_archive(archive)
     if any(name in archive.tensors for name in BIT_ANCHORS):
-        return _describe_bit(archive, said)
-    config, notes = _vit_config(archive, said)
-    family = family_of(archive, f"{said.arch}.{said.tag}" if said.cfg else "", config)
-    if not said.cfg:  # not timm's own repository: resized as the code that made it does
+        return _bit_info(archive, stated)
+    config, notes = _vit_config(archive, stated)
+    family = infer_family(archive, f"{stated.arch}.{stated.tag}" if stated.pretrained_cfg else "", config)
+    if not stated.pretrained_cfg:  # not a timm repository: positions are resized as in the family's own code
         config = config.replace(resample=family_conventions(family, config).get("resample", "timm"))
-    usual = default_preprocess(family, config, "timm")
-    if not said.cfg:
-        given = {name: arguments(archive).get(name) for name in ("mean", "std")}
-        usual = usual.replace(
-            **{n: tuple(v) for n, v in given.items() if isinstance(v, list | tuple) and len(v) == len(usual.mean)}
+    default = default_preprocess(family, config, "timm")
+    if not stated.pretrained_cfg:
+        given = {name: script_args(archive).get(name) for name in ("mean", "std")}
+        default = default.replace(
+            **{n: tuple(v) for n, v in given.items() if isinstance(v, list | tuple) and len(v) == len(default.mean)}
         )
-    preprocess, heard = said.preprocess(config, usual)
-    notes += said.notes
-    if not heard:
+    preprocess, from_file = stated.preprocess(config, default)
+    notes += stated.notes
+    if not from_file:
         notes.append(
-            f"preprocessing is not in the file; as usual for {family}: {preprocess.summary()}. "
-            "If it is of another, pass --family NAME (family=... in Python)."
+            f"the file does not store preprocessing; {family}'s default is used: {preprocess.summary()}. "
+            "Pass --family NAME (family=... in Python) if the model is of another family."
         )
-    labels = said.labels(config.num_classes)
+    labels = stated.labels(config.num_classes)
     projects = (
-        family == "CLIP" and config.num_classes in CLIP_EMBED_DIM.values() and not labels and not said.tag_has("ft")
+        family == "CLIP" and config.num_classes in CLIP_EMBED_DIM.values() and not labels and not stated.tag_has("ft")
     )
     embeds = not config.num_classes or projects
     return ModelInfo(
@@ -198,7 +198,7 @@ def describe(archive: Archive) -> ModelInfo:
     )
 
 
-def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, list[str]]:
+def _vit_config(archive: Archive, stated: timm_config.TimmConfig) -> tuple[ViTConfig, list[str]]:
     names, notes = archive.tensors, []
     width = _shape(archive, "blocks.0.norm1.weight")[0]
     depth = 1 + max(int(n.split(".")[1]) for n in names if n.startswith("blocks."))
@@ -208,8 +208,8 @@ def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, li
     stem = _stem_config(archive, root) if root else None
     first = root or "patch_embed.proj.weight"
     head = next((archive.shape(n) for n in ("head.weight", "head.bias") if n in names), None)
-    inside = {n.split(".", 2)[2] for n in names if n.startswith("blocks.")}  # of any block: one may lack a tensor
-    pre_norm = bool(said.args.get("pre_norm", "norm_pre.weight" in names))
+    inside = {n.split(".", 2)[2] for n in names if n.startswith("blocks.")}  # of any block, since one may lack a tensor
+    pre_norm = bool(stated.args.get("pre_norm", "norm_pre.weight" in names))
     options: dict[str, Any] = {
         "patch_size": patch,
         "channels": archive.shape(first)[1],
@@ -222,7 +222,7 @@ def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, li
         "num_registers": archive.shape("reg_token")[1] if "reg_token" in names else 0,
         "position": "learned-1d" if "pos_embed" in names else "none",
         "norm": "layer" if {"norm1.bias", "norm2.bias"} & inside else "rms",
-        "patch_bias": not pre_norm or "patch_embed.proj.bias" in names,  # timm has one or the other
+        "patch_bias": not pre_norm or "patch_embed.proj.bias" in names,  # with pre_norm timm has no bias
         "qkv_bias": "attn.qkv.bias" in inside,
         "proj_bias": bool({"attn.proj.bias", "mlp.fc1.bias", "mlp.fc2.bias"} & inside),
         "qk_norm": "attn.q_norm.weight" in inside,
@@ -232,8 +232,8 @@ def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, li
         "resample": "timm",
         "stem": stem,
     }
-    options |= _pooling(archive, said)
-    said.agrees(
+    options |= _pooling(archive, stated)
+    stated.check_sizes(
         embed_dim=width,
         depth=depth,
         patch_size=patch,
@@ -245,22 +245,22 @@ def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, li
     )
     if options["distilled"] and options["num_registers"]:
         raise FormatError(
-            "read as timm, it has registers beside a distillation token, which timm's code does not read."
+            "read as timm: the model has registers and a distillation token, which timm does not support together."
         )
-    stated = ("qkv_bias", "proj_bias", "qk_norm")  # by the arguments, where a tensor is missing
-    options |= {name: bool(said.args[name]) for name in stated if name in said.args}
-    options |= _positions(archive, said, options)
-    if (classes := said.whole.get("num_classes")) not in (None, options["num_classes"]):
-        said.notes.append(f"config.json says num_classes={classes}, and the head has {options['num_classes']}.")
-    looks = _resembles(archive, options)
-    options |= said.conventions(swiglu=up == 2 * down, looks=looks)
-    options["layer_scale"] = options["layer_scale"] and (said.args.get("init_values") or options["layer_scale"])
-    options["num_heads"], note = said.heads(width, down, archive, looks)
+    decided_by_args = ("qkv_bias", "proj_bias", "qk_norm")  # the arguments decide, since a tensor may be missing
+    options |= {name: bool(stated.args[name]) for name in decided_by_args if name in stated.args}
+    options |= _positions(archive, stated, options)
+    if (classes := stated.config_json.get("num_classes")) not in (None, options["num_classes"]):
+        stated.notes.append(f"config.json has num_classes={classes}, but the head has {options['num_classes']}.")
+    resembled = _resembles(archive, options)
+    options |= stated.conventions(swiglu=up == 2 * down, resembled=resembled)
+    options["layer_scale"] = options["layer_scale"] and (stated.args.get("init_values") or options["layer_scale"])
+    options["num_heads"], note = stated.num_heads(width, down, archive, resembled)
     notes += [note] if note else []
     config = ViTConfig(**options)
     rows = archive.shape("pos_embed")[1] if "pos_embed" in names else 0
     if config.num_registers and rows > config.num_positioned_prefix_tokens + math.prod(config.grid):
-        notes.append("positions of registers, which ours do not have, were added to the registers themselves.")
+        notes.append("the position embeddings of the registers are added to the registers.")
     return config, notes
 
 
@@ -271,33 +271,33 @@ def _shape(archive: Archive, name: str) -> tuple[int, ...]:
 
 
 def _resembles(archive: Archive, options: dict[str, Any]) -> str:
-    """Whose image tower these tensors fit as well: CLIP's, SigLIP's with or without its pool, or neither."""
+    """The model whose image tower has the same tensors: "CLIP", "SigLIP" (with or without its pooling) or ""."""
     if options["pre_norm"]:
         return "CLIP"
     plain = not (options["class_token"] or options["num_registers"] or options["layer_scale"] or options["stem"])
-    known = {"target_encoder", "predictor"} <= set(archive.extras.get("sections", ()))  # I-JEPA's own file
-    return "SigLIP" if plain and options["qkv_bias"] and options["pool_norm"] == "before" and not known else ""
+    is_ijepa = {"target_encoder", "predictor"} <= set(archive.extras.get("sections", ()))
+    return "SigLIP" if plain and options["qkv_bias"] and options["pool_norm"] == "before" and not is_ijepa else ""
 
 
-def _pooling(archive: Archive, said: timm_config.Said) -> dict[str, Any]:
+def _pooling(archive: Archive, stated: timm_config.TimmConfig) -> dict[str, Any]:
     names = archive.tensors
     found = {n.split(".")[0] for n in names}
     norm = "after" if "fc_norm" in found else "before" if "norm" in found else "none"
-    if "attn_pool.latent" in names or said.global_pool == "map":
+    if "attn_pool.latent" in names or stated.global_pool == "map":
         return {"pool": "map", "pool_norm": norm}
-    token = "cls_token" in names and (said.global_pool or ("avg" if norm == "after" else "token")) == "token"
+    token = "cls_token" in names and (stated.global_pool or ("avg" if norm == "after" else "token")) == "token"
     return {"pool": "token" if token else "gap", "pool_norm": norm}
 
 
-def _positions(archive: Archive, said: timm_config.Said, options: dict[str, Any]) -> dict[str, Any]:
-    """Image size and whether the class token has a position, from the table's rows."""
+def _positions(archive: Archive, stated: timm_config.TimmConfig, options: dict[str, Any]) -> dict[str, Any]:
+    """Options for image size and class token position, from the number of rows of pos_embed."""
     per_patch = [side * (options["stem"].stride if options["stem"] else 1) for side in options["patch_size"]]
-    size = said.image
+    size = stated.image_size
     if "pos_embed" not in archive.tensors:
-        if said.told.get("position", said.args.get("pos_embed", "learn")) not in ("none", "", None):
+        if stated.hints.get("position", stated.args.get("pos_embed", "learn")) not in ("none", "", None):
             raise FormatError(
-                "read as timm, pos_embed is missing, and networks with rotary or relative positions are not read; "
-                "pass position='none' if this one has no positions at all."
+                "read as timm: pos_embed is missing. Models with rotary or relative positions are not supported; "
+                "pass position='none' if this model has no positions at all."
             )
         return {"image_size": size or tuple(math.ceil(224 / p) * p for p in per_patch)}
     rows = archive.shape("pos_embed")[1]
@@ -305,39 +305,42 @@ def _positions(archive: Archive, said: timm_config.Said, options: dict[str, Any]
     choices = sorted({special, 0, special + options["num_registers"]}, key=lambda p: p != special)
     for placed in choices:
         if size and math.prod(-(-s // p) for s, p in zip(size, per_patch, strict=True)) == rows - placed:
-            return {"image_size": size, **_on_class(placed, special)}
-        if size and not options["stem"] and _floored(size, per_patch) == rows - placed:
-            return {"image_size": size, "uncovered": "ignore", **_on_class(placed, special)}
+            return {"image_size": size, **_class_position(placed, special)}
+        if size and not options["stem"] and _count_whole_patches(size, per_patch) == rows - placed:
+            return {"image_size": size, "uncovered": "ignore", **_class_position(placed, special)}
     for placed in choices:
         side = math.isqrt(max(rows - placed, 0))
         if side and side * side == rows - placed:
             image = tuple(side * p for p in per_patch)
             if size:
-                said.notes.append(f"{_by(size)} is stated, and the positions are taken to be for {_by(image)}.")
-            elif placed < special and said.told.get("family") != "DeiT3":
-                # as many as (side - 1) x (side + 1) patches have with a class token
-                said.notes.append(
-                    f"the positions are taken to be for {_by(image)}, and none for the class token; pass "
+                stated.notes.append(
+                    f"the stated image size is {_format_size(size)}, but the positions are for {_format_size(image)}: "
+                    "the latter is used."
+                )
+            elif placed < special and stated.hints.get("family") != "DeiT3":
+                # (side - 1) x (side + 1) patches with a class token have as many
+                stated.notes.append(
+                    f"the positions are assumed to be for {_format_size(image)}, with none for the class token; pass "
                     "image_size=(height, width) if that is wrong."
                 )
-            return {"image_size": image, **_on_class(placed, special)}
+            return {"image_size": image, **_class_position(placed, special)}
     raise FormatError(
-        f"read as timm, pos_embed has {rows} rows: no square grid with {special} special tokens, "
-        "and the file does not say the image's size; pass image_size=(height, width)."
+        f"read as timm: pos_embed has {rows} rows, which is not a square grid with {special} special tokens, "
+        "and the file does not store the image size; pass image_size=(height, width)."
     )
 
 
-def _by(size: tuple[int, ...]) -> str:
+def _format_size(size: tuple[int, ...]) -> str:
     return "x".join(map(str, size))
 
 
-def _floored(size: tuple[int, int], patch: list[int]) -> int:
-    """Patches of an image whose edge a convolution leaves out."""
+def _count_whole_patches(size: tuple[int, int], patch: list[int]) -> int:
+    """Number of whole patches: a convolution ignores the rest of the image."""
     return (size[0] // patch[0]) * (size[1] // patch[1])
 
 
-def _on_class(placed: int, special: int) -> dict[str, bool]:
-    # Without a class token there is nothing to place: the field keeps its default.
+def _class_position(placed: int, special: int) -> dict[str, bool]:
+    # Without a class token the field has no effect and keeps its default.
     return {"position_on_class": placed > 0} if special else {}
 
 
@@ -357,7 +360,7 @@ def _stem_config(archive: Archive, root: str) -> StemConfig:
     )
 
 
-def _describe_bit(archive: Archive, said: timm_config.Said) -> ModelInfo:
+def _bit_info(archive: Archive, stated: timm_config.TimmConfig) -> ModelInfo:
     units = {tuple(map(int, n.split(".")[1:4:2])) for n in archive.tensors if n.startswith("stages.")}
     config = BiTConfig(
         channels=_shape(archive, "stem.conv.weight")[1],
@@ -365,14 +368,15 @@ def _describe_bit(archive: Archive, said: timm_config.Said) -> ModelInfo:
         layers=tuple(sum(s == stage for s, _ in units) for stage in range(1 + max(s for s, _ in units))),
         width_factor=_shape(archive, "stem.conv.weight")[0] / 64,
         standardize_eps=1e-8,
-        image_size=said.image or 224,
+        image_size=stated.image_size or 224,
     )
-    preprocess, heard = said.preprocess(config, default_preprocess("BiT", config))
-    notes = said.notes if heard else [f"preprocessing is not in the file; as usual for BiT: {preprocess.summary()}."]
+    preprocess, from_file = stated.preprocess(config, default_preprocess("BiT", config))
+    default_note = f"the file does not store preprocessing; BiT's default is used: {preprocess.summary()}."
+    notes = stated.notes if from_file else [default_note]
     return ModelInfo(
         config=config,
         preprocess=preprocess,
-        labels=said.labels(config.num_classes),
+        labels=stated.labels(config.num_classes),
         family="BiT",
         task="classify" if config.num_classes else "embed",
         origin=archive.source,
@@ -380,34 +384,34 @@ def _describe_bit(archive: Archive, said: timm_config.Said) -> ModelInfo:
     )
 
 
-def cannot(info: ModelInfo) -> list[str]:
-    return timm_config.cannot(info.config)
+def unsupported_parts(info: ModelInfo) -> list[str]:
+    return timm_config.unsupported_parts(info.config)
 
 
-def drift(info: ModelInfo) -> list[str]:
-    return timm_config.drift(info.config)
+def inexact_conventions(info: ModelInfo) -> list[str]:
+    return timm_config.inexact_conventions(info.config)
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:
-    """A repository folder for `timm.create_model("local-dir:PATH", pretrained=True)`; a file name
-    that ends in .safetensors gives one file, which keeps the config in its header."""
+    """Write a folder for `timm.create_model("local-dir:PATH", pretrained=True)`, or one .safetensors file with
+    the config in its header."""
     if path.suffix == ".safetensors":
         write_safetensors(
-            path, tensors, header_metadata({"config.json": timm_config.written(info)}), overwrite=overwrite
+            path, tensors, header_metadata({"config.json": timm_config.config_json(info)}), overwrite=overwrite
         )
         return
     with new_folder(path, overwrite=overwrite) as folder:
         write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})
-        write_json(folder / "config.json", timm_config.written(info))
+        write_json(folder / "config.json", timm_config.config_json(info))
 
 
 TIMM_FORMAT = Format(
     name="timm",
-    detect=recognize,
-    infer_info=describe,
+    detect=detect,
+    infer_info=infer_info,
     table=table,
     write=write,
-    unsupported_parts=cannot,
-    inexact_conventions=drift,
+    unsupported_parts=unsupported_parts,
+    inexact_conventions=inexact_conventions,
     ignored_outside=("head.*", "module.head.*", "visual.head.*", "text.*", "logit_scale", "logit_bias"),
 )

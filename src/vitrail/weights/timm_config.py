@@ -1,7 +1,7 @@
 """timm's config.json <-> our config, preprocessing and labels.
 
-A timm repository names an architecture and leaves the rest to timm's code; what that code would do
-is written here as a few patterns, each checked against timm itself by the tests.
+A timm repository names an architecture; timm's code decides the rest. The patterns here restate these decisions;
+tests compare each of them with timm.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from vitrail.weights.archive import Archive
 from vitrail.weights.class_names import imagenet_1k
 from vitrail.weights.model_info import ModelInfo, preprocess_for_channels
 from vitrail.weights.sidecars import open_clip_pretrained_cfg, open_clip_tower, stated_model
-from vitrail.weights.timm_evidence import PLAIN, trained
+from vitrail.weights.timm_origin import SUPPORTED_ARCHS, arch_from_script
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu-tanh", "quick_gelu": "gelu-quick", "gelu_erf": "gelu"}
-TANH = re.compile(r"large_patch16_siglip.*_512$|so400m_patch16_siglip|giantopt|patch32_siglip")
-"""Architectures whose code asks for the tanh form and whose weights cannot show it."""
-ARGUMENTS = re.compile(
+TANH_ARCHS = re.compile(r"large_patch16_siglip.*_512$|so400m_patch16_siglip|giantopt|patch32_siglip")
+"""Architectures whose code uses the tanh form of GELU, which no tensor shows."""
+KNOWN_ARGS = re.compile(
     "img_size|patch_size|in_chans|num_classes|embed_dim|depth|num_heads|mlp_ratio|global_pool|q(kv_bias|k_norm)"
     "|proj_bias|init_values|class_token|pos_embed|no_embed_class|reg_tokens|(pre|final|fc)_norm|(act|norm)_layer"
     "|weight_init|fix_init|dynamic_img_(size|pad)|strict_img_size|((pos|patch|proj|attn)_)?drop_rate|drop_path_rate"
 )
-"""Arguments of timm's VisionTransformer that are followed, or change nothing in evaluation."""
+"""Arguments of timm's VisionTransformer that are supported or have no effect in evaluation."""
 NORMS = (None, "", "layernorm", "layernormfp32", "rmsnorm", "rmsnormfp32")
 POOLS = ("", "token", "avg", "map")
 # fmt: off
-SIZES = (
+ARCH_SIZES = (
     #                                              width heads
     (r"^test_vit4",                                   96,    3),
     (r"^test_vit",                                    64,    2),
@@ -57,193 +57,197 @@ SIZES = (
     (r"_tiny_",                                      192,    3),
 )
 # fmt: on
-"""Patterns of timm's architectures, the first that fits decides."""
+"""Patterns of timm's architectures; the first match decides."""
 NO_CLASS_TOKEN = re.compile(r"_siglip_|_gap_|_map_|^test_vit[24]")
-FILTERS: dict[str, Any] = {name: name for name in ("nearest", "bilinear", "bicubic", "lanczos")} | {"box": "area"}
-GELUS = {
-    "CLIP": "its tensors are those of a CLIP image tower and do not show which GELU it computes; pass "
+INTERPOLATIONS: dict[str, Any] = {n: n for n in ("nearest", "bilinear", "bicubic", "lanczos")} | {"box": "area"}
+UNKNOWN_ACTIVATION = {
+    "CLIP": "the tensors are those of a CLIP image tower and do not show which GELU it uses; pass "
     "activation='gelu-quick' for weights by OpenAI, MetaCLIP and DFN, activation='gelu' for the others.",
-    "SigLIP": "its tensors are those of a SigLIP image tower, or of a ViT without a class token, and do not show which "
-    "GELU it computes; pass activation='gelu-tanh', as SigLIP was trained, or activation='gelu', as timm computes most "
-    "of these.",
+    "SigLIP": "the tensors are those of a SigLIP image tower or of a ViT without a class token, and do not show which "
+    "GELU it uses; pass activation='gelu-tanh' as in SigLIP's training, or activation='gelu' as in most of timm's "
+    "models.",
 }
-"""Questions about bare files, by what they resemble."""
-NATIVE_QUICK = ("openai", "metaclip", "dfn")
-"""Tags trained with QuickGELU, which timm's plain architectures compute with GELU."""
+"""Errors for bare files whose activation is not known, by the model they resemble."""
+QUICKGELU_TAGS = ("openai", "metaclip", "dfn")
+"""Tags of weights trained with QuickGELU; timm's plain architectures compute them with GELU."""
 
 
 @dataclass
-class Said:
-    """What the sidecar says, as far as there is one."""
+class TimmConfig:
+    """Architecture, arguments and preprocessing from a sidecar or a training script; empty if there is none."""
 
     arch: str = ""
     tag: str = ""
     args: dict[str, Any] = field(default_factory=dict)
-    cfg: dict[str, Any] = field(default_factory=dict)
-    whole: dict[str, Any] = field(default_factory=dict)
-    told: dict[str, Any] = field(default_factory=dict)
-    """By the caller, not the file."""
+    pretrained_cfg: dict[str, Any] = field(default_factory=dict)
+    config_json: dict[str, Any] = field(default_factory=dict)
+    hints: dict[str, Any] = field(default_factory=dict)
+    """Values passed by the caller, used where the file does not state them."""
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, archive: Archive) -> Said:
-        said = stated_model(archive)
-        if said.library != "timm":
-            found = cls(*trained(archive), told=archive.hints)
-            if found.arch:
-                found._check()
-            return found
-        if said.file == "open_clip_config.json":
-            arch, tower = said.model, open_clip_tower(archive)
-            found = cls(
+    def from_archive(cls, archive: Archive) -> TimmConfig:
+        stated = stated_model(archive)
+        if stated.library != "timm":
+            result = cls(*arch_from_script(archive), hints=archive.hints)
+            if result.arch:
+                result._check()
+            return result
+        if stated.file == "open_clip_config.json":
+            arch, tower = stated.model, open_clip_tower(archive)
+            result = cls(
                 arch, "", {"global_pool": tower.get("timm_pool")}, open_clip_pretrained_cfg(archive), {}, archive.hints
             )
         else:
-            whole = archive.sidecars["config.json"]
-            cfg = whole.get("pretrained_cfg") or {k: v for k, v in whole.items() if k != "model_args"}
-            arch, _, tag = str(whole["architecture"]).partition(".")
-            args = dict(whole.get("model_args") or {})
-            found = cls(arch, str(cfg.get("tag") or tag), args, dict(cfg), whole, archive.hints)
-        found._check()
-        return found
+            content = archive.sidecars["config.json"]
+            cfg = content.get("pretrained_cfg") or {k: v for k, v in content.items() if k != "model_args"}
+            arch, _, tag = str(content["architecture"]).partition(".")
+            args = dict(content.get("model_args") or {})
+            result = cls(arch, str(cfg.get("tag") or tag), args, dict(cfg), content, archive.hints)
+        result._check()
+        return result
 
     def _check(self) -> None:
-        """Raise FormatError for what the sidecar says and vitrail does not know."""
-        if not PLAIN.fullmatch(self.arch) and not self.told.get("family"):
+        """Raise FormatError for an unsupported architecture or argument."""
+        if not SUPPORTED_ARCHS.fullmatch(self.arch) and not self.hints.get("family"):
             raise FormatError(
-                f"timm's {self.arch} is not an architecture that vitrail reads; if it is one of your own, and timm's "
-                "VisionTransformer with other sizes, pass family='ViT'."
+                f"timm's {self.arch} is not a supported architecture; if it is your own, a VisionTransformer with "
+                "other sizes, pass family='ViT'."
             )
-        wrong = [name for name in self.args if not ARGUMENTS.fullmatch(name)]
-        wrong += ["norm_layer"] if self.args.get("norm_layer") not in NORMS else []
-        wrong += ["global_pool"] if self.global_pool not in POOLS else []
-        if self.arch.startswith("resnetv2"):  # whose units have ReLU and group norms
-            wrong += [name for name in ("act_layer", "norm_layer") if self.args.get(name) not in (None, "", "relu")]
-        for name in wrong:
+        unsupported = [name for name in self.args if not KNOWN_ARGS.fullmatch(name)]
+        unsupported += ["norm_layer"] if self.args.get("norm_layer") not in NORMS else []
+        unsupported += ["global_pool"] if self.global_pool not in POOLS else []
+        if self.arch.startswith("resnetv2"):  # its units always have ReLU and group norm
+            fixed = ("act_layer", "norm_layer")
+            unsupported += [name for name in fixed if self.args.get(name) not in (None, "", "relu")]
+        for name in unsupported:
             value = self.args.get(name, self.global_pool)
-            raise FormatError(f"timm's {self.arch} with {name}={value!r} is not a network that vitrail builds.")
+            raise FormatError(f"timm's {self.arch} with {name}={value!r} is not supported.")
 
-    def agrees(self, **found: Any) -> None:
-        """Raise FormatError where the tensors are not of the architecture that is stated with its arguments."""
-        if not PLAIN.fullmatch(self.arch):
+    def check_sizes(self, **sizes: Any) -> None:
+        """Raise FormatError where sizes of the tensors differ from the stated architecture and arguments."""
+        if not SUPPORTED_ARCHS.fullmatch(self.arch):
             return
         stated = {
-            "embed_dim": self._size[0] if self.cfg and not self._told_heads else None,
+            "embed_dim": self._size[0] if self.pretrained_cfg and not self._stated_heads else None,
             "class_token": not NO_CLASS_TOKEN.search(self.arch),
             "pre_norm": "_clip_" in self.arch,
         } | self.args
-        for name, value in found.items():
+        for name, value in sizes.items():
             wanted = stated.get(name)
-            if wanted is not None and _plain(wanted) != _plain(value):
+            if wanted is not None and _int_or_tuple(wanted) != _int_or_tuple(value):
                 raise FormatError(
-                    f"timm's {self.arch} with {name}={wanted} is stated, the tensors have {name}={value}: two models "
-                    f"are mixed up, or its arguments (model_args in config.json) lack {name}={value}."
+                    f"the file states timm's {self.arch} with {name}={wanted}, but the tensors have {name}={value}: "
+                    f"the files belong to different models, or model_args in config.json lacks {name}={value}."
                 )
 
     @property
     def _size(self) -> tuple[int, int] | tuple[None, None]:
-        """Width and heads of the architecture."""
-        return next(((width, heads) for name, width, heads in SIZES if re.search(name, self.arch)), (None, None))
+        """Width and number of heads of the architecture."""
+        return next(((width, heads) for name, width, heads in ARCH_SIZES if re.search(name, self.arch)), (None, None))
 
     @property
-    def _told_heads(self) -> int:
-        return int(self.told.get("num_heads") or self.args.get("num_heads") or 0)
+    def _stated_heads(self) -> int:
+        return int(self.hints.get("num_heads") or self.args.get("num_heads") or 0)
 
     def tag_has(self, word: str) -> bool:
         return word in self.tag
 
     @property
-    def image(self) -> tuple[int, int] | None:
-        """Height and width the positions are for."""
+    def image_size(self) -> tuple[int, int] | None:
+        """The image size (height, width) that the position embedding is for."""
         if size := self.args.get("img_size"):
             return pair(size if isinstance(size, int) else tuple(size))
-        if size := self.cfg.get("input_size"):
+        if size := self.pretrained_cfg.get("input_size"):
             return int(size[1]), int(size[2])
-        size = self.told.get("image_size")
+        size = self.hints.get("image_size")
         return pair(size) if size else None
 
     @property
     def global_pool(self) -> str:
-        return str(self.args.get("global_pool") or self.whole.get("global_pool") or self.cfg.get("global_pool") or "")
+        sources = (self.args, self.config_json, self.pretrained_cfg)
+        return str(next((s["global_pool"] for s in sources if s.get("global_pool")), ""))
 
-    def conventions(self, swiglu: bool, looks: str) -> dict[str, Any]:
-        """Activation and epsilon: in the arguments, else in the architecture's code; a bare file may have to be told.
+    def conventions(self, swiglu: bool, resembled: str) -> dict[str, Any]:
+        """Activation and epsilon: from the arguments, else fixed by the architecture, else passed by the caller.
 
-        looks: whose image tower the tensors resemble, CLIP's or SigLIP's; "" for neither.
+        resembled: the model whose image tower the tensors resemble, "CLIP" or "SigLIP"; "" for neither.
         """
-        asked = self.args.get("act_layer")
+        act_layer = self.args.get("act_layer")
         if swiglu:
             activation = "swiglu"
-        elif asked is not None:
-            if asked not in ACTIVATIONS:
-                raise FormatError(f"timm's act_layer={asked!r} is not one of {', '.join(ACTIVATIONS)}.")
-            activation = ACTIVATIONS[asked]
+        elif act_layer is not None:
+            if act_layer not in ACTIVATIONS:
+                raise FormatError(f"timm's act_layer={act_layer!r} is not one of {', '.join(ACTIVATIONS)}.")
+            activation = ACTIVATIONS[act_layer]
         elif self.arch:
-            activation = "gelu-quick" if "quickgelu" in self.arch else "gelu-tanh" if TANH.search(self.arch) else "gelu"
+            plain = "gelu-tanh" if TANH_ARCHS.search(self.arch) else "gelu"
+            activation = "gelu-quick" if "quickgelu" in self.arch else plain
         else:
-            activation = self._told_activation(looks)
-        is_clip = "_clip_" in self.arch if self.arch else looks == "CLIP"
-        if self.arch and is_clip and activation == "gelu" and (not self.tag or self.tag.startswith(NATIVE_QUICK)):
+            activation = self._bare_activation(resembled)
+        is_clip = "_clip_" in self.arch if self.arch else resembled == "CLIP"
+        if self.arch and is_clip and activation == "gelu" and (not self.tag or self.tag.startswith(QUICKGELU_TAGS)):
             self.notes.append(
                 "CLIP weights by OpenAI, MetaCLIP and DFN were trained with QuickGELU; timm's plain architecture "
-                "computes GELU, and so does this. Pass activation='gelu-quick' for the original's numbers."
+                "uses GELU, and so does this model. Pass activation='gelu-quick' for the original outputs."
             )
         return {"activation": activation, "norm_eps": 1e-5 if is_clip and not self.args.get("norm_layer") else 1e-6}
 
-    def _told_activation(self, looks: str) -> str:
-        """The caller's, where the tensors fit networks with different ones; timm's ViT computes GELU."""
-        if looks in GELUS and "activation" not in self.told and self.told.get("family") in (None, looks):
-            raise FormatError(GELUS[looks])
-        return str(self.told.get("activation", "gelu"))
+    def _bare_activation(self, resembled: str) -> str:
+        """The caller's activation, required where the tensors fit models with different ones; else GELU, as in timm."""
+        error = UNKNOWN_ACTIVATION.get(resembled)
+        if error and "activation" not in self.hints and self.hints.get("family") in (None, resembled):
+            raise FormatError(error)
+        return str(self.hints.get("activation", "gelu"))
 
-    def heads(self, width: int, mlp: int, archive: Archive, looks: str) -> tuple[int, str]:
-        if self._told_heads:
-            return self._told_heads, ""
+    def num_heads(self, width: int, mlp_dim: int, archive: Archive, resembled: str) -> tuple[int, str]:
+        if self._stated_heads:
+            return self._stated_heads, ""
         if "blocks.0.attn.q_norm.weight" in archive.tensors:
             return width // archive.shape("blocks.0.attn.q_norm.weight")[0], ""
         wide, heads = self._size
         if heads and (wide == width or "embed_dim" in self.args):
             return heads, ""
-        heads = infer_num_heads(width, mlp)
-        if heads is None or heads == 1:  # timm's test_vit has two of 32
-            raise FormatError(f"the file does not say how many heads share width {width}; pass num_heads=...")
-        if looks == "SigLIP" and width == 768 and "attn_pool.latent" not in archive.tensors:
+        heads = infer_num_heads(width, mlp_dim)
+        if heads is None or heads == 1:  # timm's test_vit has two heads of width 32
+            raise FormatError(f"the file does not store the number of heads at width {width}; pass num_heads=...")
+        if resembled == "SigLIP" and width == 768 and "attn_pool.latent" not in archive.tensors:
             raise FormatError(
-                "the file does not say how many heads share width 768: pass num_heads=16 for timm's "
+                "the file does not store the number of heads at width 768; pass num_heads=16 for timm's "
                 "vit_base_patch16_gap_224, num_heads=12 for the others."
             )
-        if is_published_size(width, mlp) and width // heads == 64:
+        if is_published_size(width, mlp_dim) and width // heads == 64:
             return heads, ""
-        return heads, f"{heads} heads of {width // heads} are assumed; pass num_heads=... if there are others."
+        return heads, f"{heads} heads of width {width // heads} are assumed; pass num_heads=... if that is wrong."
 
-    def preprocess(self, config: ViTConfig | BiTConfig, usual: PreprocessConfig) -> tuple[PreprocessConfig, bool]:
-        """As the sidecar says, and whether it does."""
-        cfg = self.cfg
+    def preprocess(self, config: ViTConfig | BiTConfig, default: PreprocessConfig) -> tuple[PreprocessConfig, bool]:
+        """Preprocessing from the sidecar and True; `default` and False if it states none."""
+        cfg = self.pretrained_cfg
         if not cfg.get("mean"):
-            return usual, False
+            return default, False
         size = pair(config.image_size)
         crop = float(cfg.get("crop_pct") or 0.875)
         squash = cfg.get("crop_mode") == "squash"
-        for name, known in (("crop_mode", ("center", "squash")), ("interpolation", tuple(FILTERS))):
+        for name, known in (("crop_mode", ("center", "squash")), ("interpolation", tuple(INTERPOLATIONS))):
             if cfg.get(name) not in (None, "", *known):
-                self.notes.append(f"config.json says {name}={cfg[name]!r}, which vitrail does not follow.")
-        covered = size[0] != size[1] and not squash  # timm enlarges the crop on all sides: it never pads
+                self.notes.append(f"config.json has {name}={cfg[name]!r}, which is not supported and is ignored.")
+        covered = size[0] != size[1] and not squash  # timm resizes to cover the crop and never pads
         if covered and crop != 1:
-            self.notes.append(f"config.json says crop_pct={crop:g}, and the image is not square: no margin is cut off.")
+            self.notes.append(f"config.json has crop_pct={crop:g}, but the image is not square: crop_pct is ignored.")
         mean, std = (list(cfg[key]) for key in ("mean", "std"))
-        said = PreprocessConfig(
+        stated = PreprocessConfig(
             image_size=size,
             resize="squash" if squash else "short",
             resize_to=None if covered or (squash and crop == 1) else math.floor(min(size) / crop),
-            interpolation=FILTERS.get(cfg.get("interpolation") or "bilinear", "bilinear"),
+            interpolation=INTERPOLATIONS.get(cfg.get("interpolation") or "bilinear", "bilinear"),
             mean=tuple(mean),
             std=tuple(std),
         )
-        return preprocess_for_channels(said, config.channels), True
+        return preprocess_for_channels(stated, config.channels), True
 
     def labels(self, num_classes: int) -> tuple[str, ...] | None:
-        """Names in the file, or ImageNet's where the tag says that is what the head was trained on."""
-        names, described = self.whole.get("label_names"), self.whole.get("label_descriptions") or {}
+        """Class names in the file, or ImageNet's where the tag says that the head was trained on it."""
+        names, described = self.config_json.get("label_names"), self.config_json.get("label_descriptions") or {}
         if isinstance(names, dict):
             names = [names.get(str(i)) for i in range(num_classes)]
         if names and len(names) == num_classes and all(names):
@@ -253,29 +257,29 @@ class Said:
         return None
 
 
-def _plain(value: Any) -> Any:
-    """A size by itself where height and width are the same."""
+def _int_or_tuple(value: Any) -> Any:
+    """One number for a size whose height and width are equal."""
     if not isinstance(value, list | tuple):
         return value
     return value[0] if len(set(value)) == 1 else tuple(value)
 
 
-def cannot(config: ViTConfig | BiTConfig) -> list[str]:
-    """What timm's VisionTransformer has no place for."""
+def unsupported_parts(config: ViTConfig | BiTConfig) -> list[str]:
+    """Descriptions of the parts that timm's VisionTransformer does not have."""
     if isinstance(config, BiTConfig):
         fits = (config.layers, config.width_factor) in BIT_ARCH
         return [] if fits else [f"a BiT of layers {config.layers} and width {config.width_factor:g}"]
-    wrong = {
+    parts = {
         f"{config.position} positions": config.position not in ("none", "learned-1d"),
-        "positions added at the layers": config.position != "none" and config.resolved_position_at != "stem",
-        "the tanh layer before the head": bool(config.pre_logits),
-        "class token and mean side by side": config.pool == "token+gap",
-        "CoCa's attention pool": config.pool == "coca",
+        "position embeddings added at every layer": config.position != "none" and config.resolved_position_at != "stem",
+        "a tanh layer before the head": bool(config.pre_logits),
+        "pool='token+gap'": config.pool == "token+gap",
+        "CoCa's attention pooling": config.pool == "coca",
         "a head without bias": bool(config.num_classes) and not config.head_bias,
-        "a norm after an attention pool": config.pool == "map" and config.pool_norm == "after",
-        "an attention pool beside a class token": config.pool == "map" and config.class_token,
-        "an attention pool with SwiGLU": config.pool == "map" and config.activation == "swiglu",
-        "an attention pool beside outputs without bias": config.pool == "map" and not config.proj_bias,
+        "a norm after attention pooling": config.pool == "map" and config.pool_norm == "after",
+        "attention pooling beside a class token": config.pool == "map" and config.class_token,
+        "attention pooling with SwiGLU": config.pool == "map" and config.activation == "swiglu",
+        "attention pooling beside outputs without bias": config.pool == "map" and not config.proj_bias,
         "SwiGLU with RMSNorm": config.activation == "swiglu" and config.norm == "rms",
         "SwiGLU with an epsilon of 1e-5": config.activation == "swiglu" and config.norm_eps == 1e-5,
         "a patch bias beside a norm before the blocks": config.pre_norm and config.patch_bias,
@@ -288,23 +292,23 @@ def cannot(config: ViTConfig | BiTConfig) -> list[str]:
         "a stem beside a distillation token": config.stem is not None and config.distilled,
         "a stem beside SwiGLU": config.stem is not None and config.activation == "swiglu",
     }
-    return [name for name, is_so in wrong.items() if is_so]
+    return [name for name, present in parts.items() if present]
 
 
-def drift(config: ViTConfig | BiTConfig) -> list[str]:
-    """Numbers fixed in timm's code."""
+def inexact_conventions(config: ViTConfig | BiTConfig) -> list[str]:
+    """Values fixed in timm's code that differ from the config's."""
     if isinstance(config, BiTConfig):
         other = config.standardize_eps != 1e-8
-        return [f"a standardization epsilon of {config.standardize_eps:g} (timm has 1e-8)"] if other else []
-    drifts = []
+        return [f"a weight standardization epsilon of {config.standardize_eps:g} (timm has 1e-8)"] if other else []
+    differences = []
     if config.norm_eps not in (1e-5, 1e-6) or (config.norm == "rms" and config.norm_eps != 1e-6):
-        drifts.append(f"a norm epsilon of {config.norm_eps:g} (timm has 1e-6, or 1e-5 in its CLIP models)")
+        differences.append(f"a norm epsilon of {config.norm_eps:g} (timm has 1e-6, or 1e-5 in its CLIP models)")
     if config.norm_eps == 1e-5 and (config.distilled or config.stem):
-        drifts.append("a norm epsilon of 1e-5 in this architecture")
+        differences.append("a norm epsilon of 1e-5 in this architecture")
     stem = config.stem
     if stem and (stem.standardize, stem.standardize_eps, stem.norm_eps) != ("var", 1e-8, 1e-5):
-        drifts.append("the original's standardization in the stem (timm divides by sqrt(var + 1e-8))")
-    return drifts
+        differences.append("the original's weight standardization in the stem (timm divides by sqrt(var + 1e-8))")
+    return differences
 
 
 BIT_ARCH: dict[tuple[tuple[int, ...], float], str] = {
@@ -320,7 +324,7 @@ STEM_ARCH = {
 
 
 def architecture(config: ViTConfig | BiTConfig) -> str:
-    """The timm entry point whose code fits; its sizes are then overridden by arguments."""
+    """The timm architecture whose code fits; its sizes are overridden by `model_args`."""
     if isinstance(config, BiTConfig):
         return BIT_ARCH[config.layers, config.width_factor]
     if config.stem:
@@ -356,8 +360,8 @@ def _same_sizes(known: ViTConfig | BiTConfig, config: ViTConfig) -> bool:
     return (known.layer_scale is None) == (config.layer_scale is None) and known.pool == config.pool
 
 
-def arguments(config: ViTConfig | BiTConfig) -> dict[str, Any]:
-    """Everything the entry point's own defaults might have otherwise."""
+def model_args(config: ViTConfig | BiTConfig) -> dict[str, Any]:
+    """Every argument whose default may differ in the architecture."""
     if isinstance(config, BiTConfig):
         return {} if config.channels == 3 else {"in_chans": config.channels}
     activation = (
@@ -381,7 +385,7 @@ def arguments(config: ViTConfig | BiTConfig) -> dict[str, Any]:
         "reg_tokens": config.num_registers,
         "pre_norm": config.pre_norm,
         "final_norm": config.pool_norm != "none",
-        "fc_norm": config.pool_norm == "after" and not config.distilled,  # whose heads read normalized tokens
+        "fc_norm": config.pool_norm == "after" and not config.distilled,  # its heads read normalized tokens
     }
     if activation:
         args["act_layer"] = activation
@@ -396,19 +400,19 @@ def arguments(config: ViTConfig | BiTConfig) -> dict[str, Any]:
 
 
 def _crop_pct(crop: int, resize_to: int | None) -> float:
-    """The shortest decimal that timm, which divides by it and rounds down, takes for this resize."""
+    """The shortest decimal for which timm (floor(crop / crop_pct)) gives this resize."""
     if resize_to is None or resize_to == crop:
         return 1.0
     rounded = (round(crop / (resize_to + 0.5), digits) for digits in range(1, 12))
     return next((r for r in rounded if r and math.floor(crop / r) == resize_to), crop / (resize_to + 0.5))
 
 
-def written(info: ModelInfo) -> dict[str, Any]:
-    """config.json as timm writes it."""
+def config_json(info: ModelInfo) -> dict[str, Any]:
+    """The contents of config.json as timm writes it."""
     config, preprocess = info.config, info.preprocess
     size = pair(preprocess.image_size)
     crop = _crop_pct(min(size), preprocess.resize_to)
-    whole: dict[str, Any] = {
+    values: dict[str, Any] = {
         "architecture": architecture(config),
         "num_classes": config.num_classes,
         "num_features": config.width if isinstance(config, ViTConfig) else int(64 * config.width_factor * 32),
@@ -424,19 +428,19 @@ def written(info: ModelInfo) -> dict[str, Any]:
             "num_classes": config.num_classes,
             "license": "",
         },
-        "model_args": arguments(config),
+        "model_args": model_args(config),
     }
     if isinstance(config, ViTConfig):
-        whole["global_pool"] = arguments(config).get("global_pool", "token")
+        values["global_pool"] = model_args(config).get("global_pool", "token")
         first = "patch_embed.backbone.stem.conv" if config.stem else "patch_embed.proj"
-        whole["pretrained_cfg"] |= {
+        values["pretrained_cfg"] |= {
             "first_conv": first,
             "classifier": ["head", "head_dist"] if config.distilled else "head",
         }
     else:
-        whole["pretrained_cfg"] |= {"first_conv": "stem.conv", "classifier": "head.fc"}
+        values["pretrained_cfg"] |= {"first_conv": "stem.conv", "classifier": "head.fc"}
     if config.channels != 3:
-        whole["pretrained_cfg"].pop("first_conv")  # timm would take its filters for those of three channels
+        values["pretrained_cfg"].pop("first_conv")  # timm would convert its filters as if they had three channels
     if info.labels is not None:
-        whole["label_names"] = list(info.labels)
-    return whole
+        values["label_names"] = list(info.labels)
+    return values

@@ -1,4 +1,4 @@
-"""torchvision's ViTs: vit_b_16 to vit_h_14, SWAG's included, and any other of its VisionTransformer."""
+"""torchvision's VisionTransformer: vit_b_16 to vit_h_14, including SWAG weights, and other sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vitrail.errors import FormatError
 from vitrail.models.model_names import infer_num_heads
 from vitrail.weights.archive import Archive
 from vitrail.weights.format import Format
-from vitrail.weights.google import EDGE, GELUS, beyond_original
+from vitrail.weights.google import GELU_NAMES, UNCOVERED_BORDER, parts_beyond_original
 from vitrail.weights.model_info import ModelInfo, preprocess_for_channels, preprocess_for_size
 from vitrail.weights.renaming import (
     CLASS_TOKEN,
@@ -30,8 +30,8 @@ from vitrail.weights.writers import write_torch
 
 BLOCK, OUR_BLOCK = "encoder.layers.encoder_layer_{i}.", "blocks.{i}."
 FIRST = BLOCK.format(i=0)
-OLD = {"mlp.linear_1.": "mlp.0.", "mlp.linear_2.": "mlp.3."}
-"""Until torchvision 0.12, and in files published then."""
+OLD_NAMES = {"mlp.linear_1.": "mlp.0.", "mlp.linear_2.": "mlp.3."}
+"""Names until torchvision 0.12, and in files published then -> current names."""
 
 
 RULES = [
@@ -52,13 +52,13 @@ RULES = [
 
 PUBLISHED = PreprocessConfig(resize="short", resize_to=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 LARGE = (1024, 16), 242
-"""Width and patch of vit_l_16, whose short side before the crop is not 256."""
+"""Width and patch of vit_l_16, and the length of its short side before the crop, where the others have 256."""
 SWAG_SIZES = (384, 512, 518)
-"""Image sizes of the weights that SWAG fine-tuned: no margin, and bicubic."""
+"""Image sizes of weights fine-tuned by SWAG: resized to the crop size, bicubic."""
 
 
-def spelling(name: str) -> str:
-    for old, new in OLD.items():
+def normalize_name(name: str) -> str:
+    for old, new in OLD_NAMES.items():
         name = name.replace(old, new)
     return name
 
@@ -67,13 +67,13 @@ def table(_: AnyConfig) -> RenameTable:
     return RenameTable("torchvision", RULES)
 
 
-def recognize(archive: Archive) -> str | None:
+def detect(archive: Archive) -> str | None:
     names, end = archive.tensors, "conv_proj.weight"
     found = [name.removesuffix(end) for name in names if name.endswith(end)]
     return next((p for p in found if f"{p}{FIRST}self_attention.in_proj_weight" in names), None)
 
 
-def describe(archive: Archive) -> ModelInfo:
+def infer_info(archive: Archive) -> ModelInfo:
     names, shape = archive.tensors, archive.shape
     for name in ("encoder.pos_embedding", f"{FIRST}mlp.0.weight"):
         if name not in names:
@@ -81,13 +81,13 @@ def describe(archive: Archive) -> ModelInfo:
     width, channels, *patch = shape("conv_proj.weight")
     numbers = [re.match(r"encoder\.layers\.encoder_layer_(\d+)\.", name) for name in names]
     depth = 1 + max(int(m[1]) for m in numbers if m)
-    hidden = shape(f"{FIRST}mlp.0.weight")[0]
-    told = archive.hints.get("num_heads")
-    heads = told or infer_num_heads(width, hidden)
+    mlp_dim = shape(f"{FIRST}mlp.0.weight")[0]
+    hinted = archive.hints.get("num_heads")
+    heads = hinted or infer_num_heads(width, mlp_dim)
     if heads is None:
         raise FormatError(
-            f"read as torchvision: how many heads share a width of {width} is not stored and cannot be guessed; "
-            "pass num_heads=..."
+            "read as torchvision: the file does not store the number of heads, and it cannot be guessed for width "
+            f"{width}; pass num_heads=..."
         )
     grid = _grid(shape("encoder.pos_embedding")[1], (patch[0], patch[1]), archive.hints.get("image_size"))
     config = ViTConfig(
@@ -97,7 +97,7 @@ def describe(archive: Archive) -> ModelInfo:
         width=width,
         depth=depth,
         num_heads=heads,
-        mlp_dim=hidden,
+        mlp_dim=mlp_dim,
         num_classes=shape("heads.head.weight")[0] if "heads.head.weight" in names else 0,
         pre_logits=shape("heads.pre_logits.weight")[0] if "heads.pre_logits.weight" in names else 0,
         activation="gelu",
@@ -105,8 +105,12 @@ def describe(archive: Archive) -> ModelInfo:
         resample="torchvision",
     )
     preprocess, note = _preprocess(config)
-    assumed = f"the number of heads is not stored: {heads} assumed, as in published networks of this width."
-    notes = [note, *([] if told else [assumed]), *(["class names are not stored."] if config.num_classes else [])]
+    assumed = f"the file does not store the number of heads: {heads} are assumed, as in published models of this width."
+    notes = [
+        note,
+        *([] if hinted else [assumed]),
+        *(["the file does not store class names."] if config.num_classes else []),
+    ]
     return ModelInfo(
         config=config,
         preprocess=preprocess,
@@ -116,44 +120,46 @@ def describe(archive: Archive) -> ModelInfo:
     )
 
 
-def _grid(rows: int, patch: tuple[int, int], told: Pair | None) -> tuple[int, int]:
-    """Rows and columns of patches: square, where the caller does not say otherwise."""
-    if told is not None:
-        height, width = pair(told)
+def _grid(rows: int, patch: tuple[int, int], hinted: Pair | None) -> tuple[int, int]:
+    """Rows and columns of patches: from the caller's image size if that fits, else square."""
+    if hinted is not None:
+        height, width = pair(hinted)
         grid = height // patch[0], width // patch[1]
         if math.prod(grid) == rows - 1:
             return grid
     side = math.isqrt(rows - 1)
     if side * side != rows - 1 or not side:
         raise FormatError(
-            f"read as torchvision: encoder.pos_embedding has {rows} rows, which are no square grid and a class token; "
-            "pass image_size=(height, width)."
+            f"read as torchvision: encoder.pos_embedding has {rows} rows, which is not a square grid plus a class "
+            "token; pass image_size=(height, width)."
         )
     return side, side
 
 
 def _preprocess(config: ViTConfig) -> tuple[PreprocessConfig, str]:
-    """As torchvision's own transforms for the published file of this shape."""
+    """The transforms of torchvision's published weights of this shape, and a note."""
     size, patch = pair(config.image_size), pair(config.patch_size)
     if size[0] in SWAG_SIZES and size[0] == size[1]:
         swag = PUBLISHED.replace(image_size=size, resize_to=size[0], interpolation="bicubic")
-        return preprocess_for_channels(
-            swag, config.channels
-        ), f"preprocessing is not stored: SWAG's at {size[0]} px assumed."
+        note = f"the file does not store preprocessing: SWAG's at {size[0]} px is assumed."
+        return preprocess_for_channels(swag, config.channels), note
     (width, side), short = LARGE
-    usual = PUBLISHED.replace(resize_to=short) if (config.width, patch[0]) == (width, side) else PUBLISHED
-    note = "preprocessing is not stored: torchvision's usual assumed (SWAG's linear probes want bicubic and no margin)."
-    return preprocess_for_size(usual, pair(config.image_size), config.channels), note
+    default = PUBLISHED.replace(resize_to=short) if (config.width, patch[0]) == (width, side) else PUBLISHED
+    note = (
+        "the file does not store preprocessing: torchvision's default is assumed (SWAG's linear weights need bicubic "
+        "interpolation, resized to the crop size)."
+    )
+    return preprocess_for_size(default, pair(config.image_size), config.channels), note
 
 
-def cannot(info: ModelInfo) -> list[str]:
+def unsupported_parts(info: ModelInfo) -> list[str]:
     config = info.config
     if isinstance(config, BiTConfig):
         return ["a BiT ResNet"]
     patch = pair(config.patch_size)
     parts = {
         "a ResNet stem": config.stem is not None,
-        f"{config.channels} channels, where it has 3": config.channels != 3,
+        f"{config.channels} channels (torchvision has 3)": config.channels != 3,
         f"a patch of {patch[0]}x{patch[1]}, which is not square": patch[0] != patch[1],
         "a network without a class token": not config.class_token,
         "sincos-2d positions": config.position == "sincos-2d",
@@ -161,35 +167,35 @@ def cannot(info: ModelInfo) -> list[str]:
         "a class token without a position": config.class_token and not config.position_on_class,
         "a network without a head": not config.num_classes,
     }
-    return beyond_original(config) + [name for name, there in parts.items() if there]
+    return parts_beyond_original(config) + [name for name, present in parts.items() if present]
 
 
-def drift(info: ModelInfo) -> list[str]:
-    """What torchvision's code has fixed, and what its files cannot tell."""
+def inexact_conventions(info: ModelInfo) -> list[str]:
+    """Values fixed in torchvision's code that differ, and what its files do not store."""
     config = info.config
     assert isinstance(config, ViTConfig)
-    guessed = infer_num_heads(config.width, config.mlp_dim)
+    assumed = infer_num_heads(config.width, config.mlp_dim)
     parts = {
-        GELUS.get(config.activation, ""): config.activation != "gelu",
+        GELU_NAMES.get(config.activation, ""): config.activation != "gelu",
         f"norm_eps={config.norm_eps}": config.norm_eps != 1e-6,
-        f"num_heads={config.num_heads}": config.num_heads != guessed,
-        EDGE: config.uncovered == "ignore",
+        f"num_heads={config.num_heads}": config.num_heads != assumed,
+        UNCOVERED_BORDER: config.uncovered == "ignore",
     }
-    return [name for name, there in parts.items() if there]
+    return [name for name, present in parts.items() if present]
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:
-    """A state dict for `VisionTransformer(...).load_state_dict`."""
+    """Write a state dict for `VisionTransformer(...).load_state_dict`."""
     write_torch(path, tensors, overwrite=overwrite)
 
 
 TORCHVISION = Format(
     name="torchvision",
-    detect=recognize,
-    infer_info=describe,
+    detect=detect,
+    infer_info=infer_info,
     table=table,
     write=write,
-    unsupported_parts=cannot,
-    inexact_conventions=drift,
-    normalize_name=spelling,
+    unsupported_parts=unsupported_parts,
+    inexact_conventions=inexact_conventions,
+    normalize_name=normalize_name,
 )

@@ -1,8 +1,8 @@
-"""Model families that vitrail does not read yet, so that each is refused by its own name.
+"""Model families that vitrail does not support, with errors that name them.
 
-A family is recognized by the name of timm's architecture where a sidecar states it, and in a bare file
-by tensors that only it has, or lacks. Where a family shares all of
-its tensors with one that vitrail reads, `unless` names the other: the caller has to say which it is.
+A family is detected by timm's architecture name where a sidecar states it, else by tensors that only this family has
+or lacks. Where a family has the same tensors as a supported one, `shared_with` names the supported one, and the caller
+has to pass `family=...`.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from vitrail.errors import FormatError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unsupported:
-    """One family and the ways to recognize it."""
+class UnsupportedFamily:
+    """One family and how to detect it."""
 
     title: str
     architectures: str = ""
-    """A pattern of timm's names."""
+    """Regular expression for timm's architecture names."""
     tensors: tuple[tuple[str, ...], ...] = ()
-    """Sets of names; a file that has all names of one set is of this family. `#` stands for any number, a leading
-    `!` for a name that must not be there; prefixes do not matter."""
-    unless: str = ""
-    """The family of FAMILIES that has the same tensors."""
+    """Sets of tensor names; a file that has all names of one set is of this family. `#` stands for any number, a
+    leading `!` for a name that must be absent; prefixes are ignored."""
+    shared_with: str = ""
+    """The supported family (a key of FAMILIES) that has the same tensors."""
 
 
 BLOCK = "blocks.#."
 LAYER = "encoder.layer.#."
 
 UNSUPPORTED = (
-    Unsupported(
+    UnsupportedFamily(
         title="Swin Transformer V2",
         architectures=r"^swinv2_",
         tensors=(
@@ -41,7 +41,7 @@ UNSUPPORTED = (
             (f"layers.#.{BLOCK}attention.self.continuous_position_bias_mlp.#.weight",),
         ),
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="Swin Transformer",
         architectures=r"^swin_",
         tensors=(
@@ -50,24 +50,24 @@ UNSUPPORTED = (
             (f"layers.#.{BLOCK}attention.self.relative_position_bias_table",),
         ),
     ),
-    Unsupported(title="MViT", architectures=r"^mvitv2_", tensors=((f"{BLOCK}attn.pool_q.weight",),)),
-    Unsupported(
+    UnsupportedFamily(title="MViT", architectures=r"^mvitv2_", tensors=((f"{BLOCK}attn.pool_q.weight",),)),
+    UnsupportedFamily(
         title="Hiera",
         architectures=r"^(sam2_)?hiera_",
         tensors=((f"{BLOCK}attn.qkv.weight", f"{BLOCK}proj.weight"), ("encoder.stages.#.layers.#.attn.qkv.weight",)),
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="SAM's image encoder or ViTDet",
         architectures=r"^samvit_",
         tensors=((f"{BLOCK}attn.rel_pos_h",), ("layers.#.attn.rel_pos_h",), (f"{LAYER}attention.rel_pos_h",)),
     ),
-    Unsupported(title="NaFlexViT", architectures=r"^naflexvit_", tensors=(("embeds.proj.weight",),)),
-    Unsupported(
+    UnsupportedFamily(title="NaFlexViT", architectures=r"^naflexvit_", tensors=(("embeds.proj.weight",),)),
+    UnsupportedFamily(
         title="BEiT-3",
         architectures=r"^beit3_",
         tensors=((f"{BLOCK}attn.norm.weight", f"{BLOCK}attn.qkv.weight"), ("self_attn.inner_attn_ln.A.weight",)),
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="BEiT, BEiT v2 or Data2VecVision",
         architectures=r"^beit(v2)?_",
         tensors=(
@@ -77,8 +77,8 @@ UNSUPPORTED = (
             ("relative_position_bias.relative_position_bias_table",),
         ),
     ),
-    Unsupported(title="InternVL's image encoder", tensors=((f"{LAYER}lambda_1",),)),
-    Unsupported(
+    UnsupportedFamily(title="InternVL's image encoder", tensors=((f"{LAYER}lambda_1",),)),
+    UnsupportedFamily(
         title="AIMv2",
         architectures=r"^aimv2_",
         tensors=(
@@ -87,7 +87,7 @@ UNSUPPORTED = (
             ("preprocessor.patchifier.proj.weight",),
         ),
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="Sapiens 2",
         architectures="sapiens2",
         tensors=(
@@ -95,9 +95,9 @@ UNSUPPORTED = (
             (f"{BLOCK}ffn.w12.weight", "storage_tokens"),
         ),
     ),
-    Unsupported(title="DINOv3", architectures="_dinov3"),
-    Unsupported(title="LingBot-Vision", architectures="_lingbot"),
-    Unsupported(
+    UnsupportedFamily(title="DINOv3", architectures="_dinov3"),
+    UnsupportedFamily(title="LingBot-Vision", architectures="_lingbot"),
+    UnsupportedFamily(
         title="DINOv3 or LingBot-Vision",
         tensors=(
             ("storage_tokens",),
@@ -106,7 +106,7 @@ UNSUPPORTED = (
             ("embeddings.register_tokens", "layer.#.layer_scale1.lambda1", "!embeddings.position_embeddings"),
         ),
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="EVA or EVA-02",
         architectures=r"^eva02_|^eva_giant_",
         tensors=(
@@ -115,7 +115,7 @@ UNSUPPORTED = (
             (f"{BLOCK}attn.q_bias", "pos_embed"),
         ),
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="Perception Encoder",
         architectures="_pe_(core|lang|spatial)_",
         tensors=(
@@ -126,22 +126,22 @@ UNSUPPORTED = (
             ("conv1.weight", "rope.freqs"),
         ),
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="RoPE-ViT",
         architectures="_rope_",
         tensors=(("rope.freqs",), ("freqs_t_x",), (f"{BLOCK}gamma_1", f"{BLOCK}attn.qkv.weight", "!pos_embed")),
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="RoPE-ViT with learned positions (timm's vit_*_rope_ape)",
         tensors=((f"{BLOCK}gamma_1", "cls_token", "pos_embed"),),
-        unless="DeiT3",
+        shared_with="DeiT3",
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="a ViT with relative positions (timm's vit_relpos)",
         architectures=r"^vit_s?relpos_",
         tensors=((f"{BLOCK}attn.rel_pos.mlp.fc1.weight",), ("shared_rel_pos.mlp.fc1.weight",)),
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="a ViT with residual post-norm (timm's vit_*_rpn)",
         architectures="_rpn_",
         tensors=(
@@ -150,29 +150,29 @@ UNSUPPORTED = (
                 *("!cls_token", "!reg_token", f"!{BLOCK}attn.qkv.bias", f"!{BLOCK}ls1.gamma"),
             ),
         ),
-        unless="ViT",
+        shared_with="ViT",
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="a ViT with differential attention",
         architectures="^vit_d(p?wee|little)_",
         tensors=((f"{BLOCK}attn.lambda_q1",), (f"{BLOCK}lambda_q1",)),
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="a ViT with parallel branches (ViT-22B and others)",
         architectures=r"_18x2_|_xp_|^vit_pwee_",
         tensors=((f"{BLOCK}attns.#.attn.qkv.weight",), (f"{BLOCK}in_proj.weight",)),
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="a hybrid of MobileCLIP",
         architectures="_mci_",
         tensors=(("patch_embed.backbone.#.conv.weight", f"{BLOCK}attn.qkv.weight"),),
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="a hybrid of a ResNet-D",
         architectures=r"_resnet\d+d_",
         tensors=(("patch_embed.backbone.bn1.weight", f"{BLOCK}attn.qkv.weight"),),
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="a pre-activation ResNet that is not BiT",
         architectures=r"^resnetv2_(?!\d+x\d_bit)",
         tensors=(
@@ -180,38 +180,38 @@ UNSUPPORTED = (
             (f"stages.#.{BLOCK}conv1.weight", f"stages.#.{BLOCK}norm1.weight", "norm.running_mean"),
         ),
     ),
-    Unsupported(
+    UnsupportedFamily(
         title="a ViT whose attention pool reads its registers (timm's test_vit3)",
         architectures="^test_vit3$",
         tensors=(("attn_pool.latent", "reg_token", f"{BLOCK}ls1.gamma"),),
-        unless="ViT",
+        shared_with="ViT",
     ),
-    Unsupported(title="TIPSv2 under its own names", tensors=((f"{BLOCK}mlp.c_fc.weight", "register_tokens"),)),
-    Unsupported(title="CaiT", architectures="^cait_", tensors=((f"{BLOCK}attn.proj_l.weight",),)),
-    Unsupported(title="MLCD", tensors=(("class_pos_emb", "pre_layrnorm.weight"),)),
+    UnsupportedFamily(title="TIPSv2 under its own names", tensors=((f"{BLOCK}mlp.c_fc.weight", "register_tokens"),)),
+    UnsupportedFamily(title="CaiT", architectures="^cait_", tensors=((f"{BLOCK}attn.proj_l.weight",),)),
+    UnsupportedFamily(title="MLCD", tensors=(("class_pos_emb", "pre_layrnorm.weight"),)),
 )
-"""In the order they are tried."""
+"""In the order in which they are tried."""
 
 
-def refuse_architecture(architecture: str) -> None:
+def reject_architecture(architecture: str) -> None:
     """Raise FormatError for a timm architecture of one of these families."""
     for family in UNSUPPORTED:
         if family.architectures and re.search(family.architectures, architecture):
-            raise FormatError(f"timm's {architecture} is {family.title}, which vitrail does not read yet.")
+            raise FormatError(f"timm's {architecture} is {family.title}, which vitrail does not support.")
 
 
-def refuse_tensors(names: Iterable[str], told: str | None = None) -> None:
-    """Raise FormatError for a bare file whose tensors are those of one of these families; `told` is the caller's."""
+def reject_tensors(names: Iterable[str], stated_family: str | None = None) -> None:
+    """Raise FormatError for a bare file with the tensors of one of these families. `stated_family`: the caller's."""
     endings = _endings(names)
     for family in UNSUPPORTED:
         if not any(_fits(wanted, endings) for wanted in family.tensors):
             continue
-        if not family.unless:
-            raise FormatError(f"this is {family.title}, which vitrail does not read yet.")
-        if told is None:
+        if not family.shared_with:
+            raise FormatError(f"this is {family.title}, which vitrail does not support.")
+        if stated_family is None:
             raise FormatError(
-                f"its tensors are those of {family.title}, which vitrail does not read yet, and of {family.unless}; "
-                f"if it is {family.unless}, pass family={family.unless!r}."
+                f"the tensors fit both {family.title}, which vitrail does not support, and {family.shared_with}; "
+                f"pass family={family.shared_with!r} if it is {family.shared_with}."
             )
 
 
@@ -220,7 +220,7 @@ def _fits(wanted: tuple[str, ...], endings: set[str]) -> bool:
 
 
 def _endings(names: Iterable[str]) -> set[str]:
-    """Every name from each of its dots on, with # for numbers: prefixes do not matter."""
+    """All dot-separated suffixes of the names, with # for numbers, so that prefixes are ignored."""
     found: set[str] = set()
     for name in {re.sub(r"(?<=\.)\d+(?=\.)", "#", name) for name in names}:
         parts = name.split(".")

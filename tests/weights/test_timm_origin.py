@@ -36,42 +36,54 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import FormatError, NotFoundError
 from vitrail.weights import checkpoint
 
-USUAL = "preprocessing is not in the file; as usual for"
+DEFAULT = "the file does not store preprocessing; "
 Made = Callable[[], dict[str, Any]]
 FILES: dict[str, tuple[Made, str, str, str, str]] = {
     # what it is                made by   family, task, resample, note
-    "DeiT": (lambda: {"model": deit()}, "DeiT", "classify", "huggingface", f"{USUAL} DeiT"),
-    "DeiT distilled": (deit_distilled, "DeiT", "classify", "huggingface", f"{USUAL} DeiT"),
-    "DeiT, training": (lambda: training(deit(), model="deit_tiny"), "DeiT", "classify", "huggingface", f"{USUAL} DeiT"),
-    "DINO": (dino, "DINO", "embed", "dinov2", f"{USUAL} DINO"),
+    "DeiT": (lambda: {"model": deit()}, "DeiT", "classify", "huggingface", f"{DEFAULT}DeiT's default is used"),
+    "DeiT distilled": (deit_distilled, "DeiT", "classify", "huggingface", f"{DEFAULT}DeiT's default is used"),
+    "DeiT, training": (
+        lambda: training(deit(), model="deit_tiny"),
+        "DeiT",
+        "classify",
+        "huggingface",
+        f"{DEFAULT}DeiT's default is used",
+    ),
+    "DINO": (dino, "DINO", "embed", "dinov2", f"{DEFAULT}DINO's default is used"),
     "DINOv2": (dinov2, "DINOv2", "embed", "dinov2", ""),
     "DINOv2 with registers": (partial(dinov2, registers=4), "DINOv2", "embed", "timm", ""),
     "DINOv2 g": (partial(dinov2, gated=344), "DINOv2", "embed", "dinov2", ""),
-    "MAE": (lambda: {"model": mae()}, "MAE", "embed", "huggingface", f"{USUAL} MAE"),
+    "MAE": (lambda: {"model": mae()}, "MAE", "embed", "huggingface", f"{DEFAULT}MAE's default is used"),
     "MAE, training": (
         lambda: training(mae_full(), model="mae_vit_base_patch16", norm_pix_loss=True),
         "MAE",
         "embed",
         "huggingface",
-        "left aside: the decoder.",
+        "not loaded: the decoder.",
     ),
-    "MAE fine-tuned": (lambda: {"model": mae_finetuned()}, "MAE", "classify", "huggingface", f"{USUAL} MAE"),
+    "MAE fine-tuned": (
+        lambda: {"model": mae_finetuned()},
+        "MAE",
+        "classify",
+        "huggingface",
+        f"{DEFAULT}MAE's default is used",
+    ),
     "MAE fine-tuned, class token": (
         lambda: training(deit(), model="vit_base_patch16", finetune="/maps/mae_pretrain_vit_base.pth"),
         "MAE",
         "classify",
         "huggingface",
-        f"{USUAL} MAE",
+        f"{DEFAULT}MAE's default is used",
     ),
     "MAE fine-tuned, a copied name": (
         lambda: training(deit(), model="vit_base_patch16", finetune="start.pth", blr=5e-4, nb_classes=7),
         "MAE",
         "classify",
         "huggingface",
-        f"{USUAL} MAE",
+        f"{DEFAULT}MAE's default is used",
     ),
-    "MAE with its decoder": (mae_full, "MAE", "embed", "huggingface", "left aside: the decoder."),
-    "no evidence": (deit, "ViT", "classify", "timm", f"{USUAL} ViT"),
+    "MAE with its decoder": (mae_full, "MAE", "embed", "huggingface", "not loaded: the decoder."),
+    "no evidence": (deit, "ViT", "classify", "timm", f"{DEFAULT}ViT's default is used"),
 }
 
 
@@ -85,7 +97,7 @@ def test_a_file_is_taken_for_what_is_in_it(kind: str, tmp_path: Path) -> None:
     notes = [said for said in info.notes if not said.startswith("read 'model' of")]
     assert len(notes) == (1 if note else 0), notes
     assert all(said.startswith(note) for said in notes)
-    assert not note.startswith(USUAL) or "If it is of another, pass --family NAME" in notes[0]
+    assert not note.startswith(DEFAULT) or "Pass --family NAME" in notes[0]
     if family != "ViT":
         assert (info.preprocess.mean, info.preprocess.std) == (IMAGENET_MEAN, IMAGENET_STD)
         assert (info.preprocess.resize, info.preprocess.interpolation) == ("short", "bicubic")
@@ -148,7 +160,7 @@ def test_ijepa_is_known_by_the_sections_of_its_file(name: str, tmp_path: Path) -
 def test_heads_that_no_published_size_has_are_assumed_and_noted(tmp_path: Path) -> None:
     _, info = checkpoint.read(saved(dinov2(), tmp_path))
     assert info.config.num_heads == HEADS
-    assert info.notes == (f"{HEADS} heads of 64 are assumed; pass num_heads=... if there are others.",)
+    assert info.notes == (f"{HEADS} heads of width 64 are assumed; pass num_heads=... if that is wrong.",)
 
 
 def test_the_family_can_be_said(tmp_path: Path) -> None:
@@ -182,7 +194,7 @@ def test_the_arguments_of_timms_training_script_are_followed_or_refused(tmp_path
     as_dict = {"model": deit(), "args": {"model": "vit_base_patch16_224", **args}}
     assert checkpoint.read(saved(as_dict, tmp_path))[1].config.num_heads == 4
     other = args | {"model_kwargs": {"norm_layer": "simplenorm"}}
-    with pytest.raises(FormatError, match="norm_layer='simplenorm' is not a network that vitrail builds"):
+    with pytest.raises(FormatError, match="norm_layer='simplenorm' is not supported"):
         read(training(deit(), model="vit_base_patch16_224", **other), tmp_path)
     assert read({"state_dict": deit(), "arch": "deit_base_patch16_224"}, tmp_path)[1].family == "DeiT"
 
@@ -213,9 +225,9 @@ def test_what_a_config_says_otherwise_of_its_head_images_and_positions_is_noted(
     config = {"architecture": "vit_base_patch16_224", "num_classes": 1000, "pretrained_cfg": preparing}
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_args": {"num_heads": 2}}))
     assert checkpoint.read(saved(deit(), tmp_path))[1].notes == (
-        "224x224 is stated, and the positions are taken to be for 32x32.",
-        "config.json says num_classes=1000, and the head has 7.",
-        "config.json says crop_mode='border', which vitrail does not follow.",
+        "the stated image size is 224x224, but the positions are for 32x32: the latter is used.",
+        "config.json has num_classes=1000, but the head has 7.",
+        "config.json has crop_mode='border', which is not supported and is ignored.",
     )
 
 
@@ -226,7 +238,7 @@ def test_an_image_that_is_not_square_is_covered_and_never_padded(tmp_path: Path)
     config = {"architecture": "vit_base_patch16_224", "pretrained_cfg": preparing, "model_args": args}
     (tmp_path / "config.json").write_text(json.dumps(config))
     infos = [checkpoint.read(saved(deit(), tmp_path))[1]]
-    assert infos[0].notes == ("config.json says crop_pct=0.9, and the image is not square: no margin is cut off.",)
+    assert infos[0].notes == ("config.json has crop_pct=0.9, but the image is not square: crop_pct is ignored.",)
     (tmp_path / "config.json").unlink()
     infos.append(checkpoint.read(saved(deit(), tmp_path), overrides={"image_size": (16, 64)}, family="DeiT")[1])
     for info in infos:
