@@ -69,12 +69,12 @@ def test_pixels_on_the_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
             assert isinstance(there, WorkerLoader)
             assert isinstance(there.transfer, CudaBatchTransfer)
             assert there.transfer.pinned is not None
-            kept = []
+            pairs = []
             for a, b in zip(here, there, strict=True):
                 assert b.images.is_cuda
                 assert not b.slots.is_cuda
-                kept.append((a, b))
-        for a, b in kept:  # only now the host waits
+                pairs.append((a, b))
+        for a, b in pairs:  # only now the host waits
             for name in ("images", "targets", "weights", "indices", "slots"):
                 assert torch.equal(getattr(a, name), getattr(b, name).cpu())
 
@@ -93,11 +93,11 @@ def test_memory_is_not_reused_before_it_is_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_the_road_to_cuda_pins_and_unpins() -> None:
-    pool = InlinePool(lambda *_: [], rows=4, shape=(2, 2, 3), dtype=np.uint8, depth=1, part=4)
-    road = make_transfer(torch.device("cuda"), pool)
-    assert isinstance(road, CudaBatchTransfer)
+def test_the_cuda_transfer_pins_and_unpins() -> None:
+    pool = InlinePool(lambda *_: [], rows=4, shape=(2, 2, 3), dtype=np.uint8, depth=1, task_rows=4)
+    transfer = make_transfer(torch.device("cuda"), pool)
+    assert isinstance(transfer, CudaBatchTransfer)
     assert torch.from_numpy(pool.buffer.images(0)).is_pinned()
-    road.close()
+    transfer.close()
     assert not torch.from_numpy(pool.buffer.images(0)).is_pinned()
-    road.close()
+    transfer.close()

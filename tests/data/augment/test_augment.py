@@ -1,4 +1,4 @@
-"""The whole augmentation: a function of seed, step and place alone, on any number of processes."""
+"""The augmentation pipeline: a function of seed, step and slot alone, on any number of processes."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ def test_images_may_lie_in_memory_pixel_by_pixel(photos: Tensor):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_batch_is_left_alone(photos: Tensor, name: str):
+def test_the_batch_is_unchanged(photos: Tensor, name: str):
     for pixels in (photos.clone(), photos.to(torch.float32)):
-        kept = pixels.clone()
+        original = pixels.clone()
         augmentation(**SETTINGS[name])(batch_of(pixels))
-        assert torch.equal(pixels, kept)
+        assert torch.equal(pixels, original)
 
 
 def test_the_same_step_again_is_the_same_and_another_step_or_seed_is_not(photos: Tensor):
@@ -123,7 +123,7 @@ def test_the_same_step_again_is_the_same_and_another_step_or_seed_is_not(photos:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_an_image_has_the_same_bits_in_any_company(photos: Tensor, name: str):
+def test_an_image_has_the_same_bits_in_any_batch(photos: Tensor, name: str):
     """What happens to an image by itself depends on its slot, not on who else is there."""
     settings = SETTINGS[name] | {"mixup": 0.0, "cutmix": 0.0}
     augment, batch = augmentation(**settings), batch_of(photos)
@@ -180,14 +180,14 @@ def test_mixed_labels_sum_to_one(photos: Tensor):
     assert (targets.max(1).values < 1).any()
 
 
-def test_several_labels_blend_too(photos: Tensor):
+def test_multi_label_targets_are_mixed_too(photos: Tensor):
     batch = batch_of(photos, multi_label=True)
     images, targets = augmentation(crop="none", flip=0.0, mixup=1.0)(batch)
     plain, _ = augmentation(crop="none", flip=0.0)(batch)
-    drawn = augmentation(crop="none", flip=0.0, mixup=1.0).draw(0, np.arange(16), (40, 56))
-    partners, own = drawn["mix"]["partners"], torch.from_numpy(drawn["mix"]["lam"])
-    torch.testing.assert_close(targets, batch.targets * own[:, None] + batch.targets[partners] * (1 - own[:, None]))
-    keep = own[:, None, None, None]
+    params = augmentation(crop="none", flip=0.0, mixup=1.0).draw(0, np.arange(16), (40, 56))
+    partners, lam = params["mix"]["partners"], torch.from_numpy(params["mix"]["lam"])
+    torch.testing.assert_close(targets, batch.targets * lam[:, None] + batch.targets[partners] * (1 - lam[:, None]))
+    keep = lam[:, None, None, None]
     torch.testing.assert_close(images, plain * keep + plain[partners] * (1 - keep), rtol=0, atol=1e-5)
 
 
@@ -276,7 +276,7 @@ def _rounded_otherwise(
     """The same, had rounding been another when RandAugment got the images."""
     apply = RandAugment.apply
     with monkeypatch.context() as patched:
-        patched.setattr(RandAugment, "apply", lambda self, x, drawn: apply(self, x + 5e-8 * noise(x), drawn))
+        patched.setattr(RandAugment, "apply", lambda self, x, params: apply(self, x + 5e-8 * noise(x), params))
         return augment(batch)[0]
 
 

@@ -202,6 +202,6 @@ def test_an_image_has_the_same_bits_in_any_batch(images: Tensor, name: str, thre
 
 @pytest.mark.parametrize("name", OPERATIONS_TMP)
 def test_changes_leave_their_input_alone(images: Tensor, name: str):
-    kept = images.clone()
+    original = images.clone()
     OPERATIONS_TMP[name](images, amounts(len(images), 0.3, 1.2))
-    assert torch.equal(images, kept)
+    assert torch.equal(images, original)

@@ -55,10 +55,10 @@ def slow_box(key: np.uint64, height: int, width: int, scale, ratio) -> tuple[int
 )
 def test_a_crop_is_torchvisions_loop_and_lies_in_its_image(sizes: list, scale: tuple, ratio: tuple):
     scale, ratio = tuple(sorted(scale)), tuple(sorted(ratio))
-    drawn = crop_boxes(seeds(len(sizes)), sizes, scale, ratio)
+    params = crop_boxes(seeds(len(sizes)), sizes, scale, ratio)
     slow = [slow_box(key, *size, scale, ratio) for key, size in zip(seeds(len(sizes)), sizes, strict=True)]
-    assert drawn.tolist() == [list(box) for box in slow]
-    for (top, left, h, w), (height, width) in zip(drawn, sizes, strict=True):
+    assert params.tolist() == [list(box) for box in slow]
+    for (top, left, h, w), (height, width) in zip(params, sizes, strict=True):
         assert 0 <= top <= top + h <= height
         assert 0 <= left <= left + w <= width
         assert min(h, w) > 0
@@ -84,7 +84,7 @@ def test_an_image_too_long_is_cropped_in_its_middle():
     assert {tuple(box) for box in boxes_of((20, 2000), 500)} == {(0, 986, 20, 27)}
 
 
-def test_a_crop_depends_on_its_own_key_alone():
+def test_a_crop_depends_on_its_own_seed_alone():
     together = crop_boxes(seeds(50), np.tile((60, 80), (50, 1)), SCALE, RATIO)
     alone = np.concatenate([crop_boxes(seeds(50)[i : i + 1], [(60, 80)], SCALE, RATIO) for i in range(50)])
     np.testing.assert_array_equal(together, alone)

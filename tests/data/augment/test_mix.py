@@ -30,8 +30,8 @@ def seeds(count: int, step: int = 0) -> rng.Seeds:
     return rng.sample_seeds(5, step, np.arange(count))
 
 
-def here(drawn: HostParams) -> DeviceParams:
-    return to_device({"mix": drawn}, torch.device("cpu"), static_shapes=False)["mix"]
+def on_cpu(params: HostParams) -> DeviceParams:
+    return to_device({"mix": params}, torch.device("cpu"), static_shapes=False)["mix"]
 
 
 def partners(batch: int, size: int, *, seed: int = 0, step: int = 0, repeats: int = 1) -> np.ndarray:
@@ -85,28 +85,28 @@ def test_a_repeated_image_is_not_mixed_with_its_own_copies(repeats: int):
 
 @pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0, 4.0])
 def test_shares_are_beta_distributed(alpha: float):
-    drawn = MixupCutMix(alpha, 0.0, 1.0, SIZE).draw(seeds(20_000))
-    assert stats.kstest(drawn["lam"].astype(np.float64), stats.beta(alpha, alpha).cdf).pvalue > UNLIKELY
-    assert not drawn["cut"].any()
+    params = MixupCutMix(alpha, 0.0, 1.0, SIZE).draw(seeds(20_000))
+    assert stats.kstest(params["lam"].astype(np.float64), stats.beta(alpha, alpha).cdf).pvalue > UNLIKELY
+    assert not params["cut"].any()
     ends = beta_quantile(np.array([0.0, 1 - 2**-24]), alpha)
     assert np.all((ends >= 0) & (ends <= 1))
 
 
-def test_kinds_and_chance_are_as_asked_for():
-    drawn = MixupCutMix(0.8, 1.0, 0.7, SIZE).draw(seeds(20_000))
-    cut = drawn["cut"] > 0
-    blended = ~cut & (drawn["lam"] < 1)
+def test_mixup_and_cutmix_have_the_requested_probabilities():
+    params = MixupCutMix(0.8, 1.0, 0.7, SIZE).draw(seeds(20_000))
+    cut = params["cut"] > 0
+    blended = ~cut & (params["lam"] < 1)
     for kind in (cut, blended):
         assert stats.binomtest(int(kind.sum()), 20_000, 0.35).pvalue > UNLIKELY
-    assert np.all(drawn["lam"][~cut & ~blended] == 1)
+    assert np.all(params["lam"][~cut & ~blended] == 1)
     alone = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(seeds(2000))
     assert np.all(alone["cut"] == 1)
 
 
 def test_cut_boxes_are_the_papers():
-    drawn = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(seeds(5000))
+    params = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(seeds(5000))
     draws = rng.uniform_np(seeds(5000), rng.stream_id("mix"), 5).astype(np.float64)
-    for (top, left, height, width), draw, own in zip(drawn["boxes"], draws, drawn["lam"], strict=True):
+    for (top, left, height, width), draw, lam in zip(params["boxes"], draws, params["lam"], strict=True):
         side = np.sqrt(1 - draw[2])  # Beta(1, 1) is uniform
         cut_h, cut_w = int(40 * side), int(56 * side)
         y, x = int(draw[3] * 40), int(draw[4] * 56)
@@ -114,23 +114,23 @@ def test_cut_boxes_are_the_papers():
         assert left == np.clip(x - cut_w // 2, 0, 56)
         assert top + height == np.clip(y + cut_h // 2, 0, 40)
         assert left + width == np.clip(x + cut_w // 2, 0, 56)
-        assert own == np.float32(1 - height * width / (40 * 56))
+        assert lam == np.float32(1 - height * width / (40 * 56))
 
 
 def test_images_are_mixed_by_their_shares(images: Tensor):
-    drawn = MixupCutMix(0.8, 1.0, 0.8, SIZE).draw(seeds(16))
+    params = MixupCutMix(0.8, 1.0, 0.8, SIZE).draw(seeds(16))
     partners = images.roll(1, 0)
-    ours = mix_images(images, partners, torch.ones(16, dtype=torch.bool), here(drawn))
+    ours = mix_images(images, partners, torch.ones(16, dtype=torch.bool), on_cpu(params))
     kinds = set()
     for number in range(16):
-        own, wanted = drawn["lam"][number], images[number].clone()
-        if drawn["cut"][number]:
-            top, left, height, width = drawn["boxes"][number]
+        lam, wanted = params["lam"][number], images[number].clone()
+        if params["cut"][number]:
+            top, left, height, width = params["boxes"][number]
             part = np.s_[:, top : top + height, left : left + width]
             wanted[part] = partners[number][part]
             kinds.add("cut")
-        elif own < 1:
-            wanted = images[number] * own + partners[number] * (1 - own)
+        elif lam < 1:
+            wanted = images[number] * lam + partners[number] * (1 - lam)
             kinds.add("blend")
         else:
             kinds.add("none")
@@ -139,22 +139,22 @@ def test_images_are_mixed_by_their_shares(images: Tensor):
 
 
 def test_the_label_has_exactly_the_pixels_share():
-    drawn = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(seeds(200))
+    params = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(seeds(200))
     images, readable = torch.ones(200, 1, 40, 56), torch.ones(200, dtype=torch.bool)
-    kept = mix_images(images, 0 * images, readable, here(drawn)).mean((1, 2, 3))
+    kept = mix_images(images, 0 * images, readable, on_cpu(params)).mean((1, 2, 3))
     labels = mix_targets(
-        one_hot(torch.zeros(200, dtype=torch.long), 2), one_hot(torch.ones(200), 2), readable, here(drawn)
+        one_hot(torch.zeros(200, dtype=torch.long), 2), one_hot(torch.ones(200), 2), readable, on_cpu(params)
     )
     torch.testing.assert_close(labels[:, 0], kept, rtol=0, atol=1e-6)
     torch.testing.assert_close(labels.sum(1), torch.ones(200), rtol=0, atol=1e-6)
 
 
 def test_an_unreadable_partner_leaves_no_trace(images: Tensor):
-    drawn = here(MixupCutMix(0.8, 1.0, 1.0, SIZE).draw(seeds(16)))
+    params = on_cpu(MixupCutMix(0.8, 1.0, 1.0, SIZE).draw(seeds(16)))
     dead = torch.zeros(16, dtype=torch.bool)
     targets = one_hot(torch.arange(16), 16)
-    assert torch.equal(mix_images(images, torch.rand_like(images), dead, drawn), images)
-    assert torch.equal(mix_targets(targets, targets.roll(1, 0), dead, drawn), targets)
+    assert torch.equal(mix_images(images, torch.rand_like(images), dead, params), images)
+    assert torch.equal(mix_targets(targets, targets.roll(1, 0), dead, params), targets)
 
 
 def test_no_label_is_a_row_of_zeros():

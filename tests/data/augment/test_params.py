@@ -1,4 +1,4 @@
-"""What is drawn arrives whole, and operations touch only whom they are for."""
+"""Parameters arrive unchanged on the device, and operations change only the selected images."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def test_what_is_packed_comes_out_as_it_was(tensors: list[torch.Tensor]):
 
 
 def test_bools_become_numbers_unless_shapes_must_be_static():
-    drawn = {"part": {"which": np.array([True, False, True]), "amount": np.array([1, 2, 3], np.float32)}}
-    some = to_device(drawn, torch.device("cpu"), static_shapes=False)["part"]
+    params = {"part": {"which": np.array([True, False, True]), "amount": np.array([1, 2, 3], np.float32)}}
+    some = to_device(params, torch.device("cpu"), static_shapes=False)["part"]
     assert some["which"].tolist() == [0, 2]
     assert some["amount"].tolist() == [1, 2, 3]
-    everything = to_device(drawn, torch.device("cpu"), static_shapes=True)["part"]
+    everything = to_device(params, torch.device("cpu"), static_shapes=True)["part"]
     assert everything["which"].tolist() == [True, False, True]
 
 

@@ -1,4 +1,4 @@
-"""Color jitter, 3-Augment and RandAugment: what is drawn, how often, and that it is done."""
+"""Color jitter, 3-Augment and RandAugment: the distribution of their parameters and their operations."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def seeds(count: int, step: int = 0) -> rng.Seeds:
     return rng.sample_seeds(5, step, np.arange(count))
 
 
-def here(drawn: HostParams, *, static_shapes: bool = False) -> DeviceParams:
-    return to_device({"part": drawn}, torch.device("cpu"), static_shapes)["part"]
+def on_cpu(params: HostParams, *, static_shapes: bool = False) -> DeviceParams:
+    return to_device({"part": params}, torch.device("cpu"), static_shapes)["part"]
 
 
 def uniform_between(values: np.ndarray, low: float, high: float) -> bool:
@@ -41,17 +41,17 @@ def uniform_between(values: np.ndarray, low: float, high: float) -> bool:
 
 
 def test_jitter_draws_factors_uniformly():
-    drawn = ColorJitter((0.4, 1.5, 0.2, 0.1)).draw(seeds(20_000))
-    assert uniform_between(drawn["brightness"], 0.6, 1.4)
-    assert uniform_between(drawn["contrast"], 0.0, 2.5)
-    assert uniform_between(drawn["saturation"], 0.8, 1.2)
-    assert uniform_between(drawn["hue"], -0.1, 0.1)
+    params = ColorJitter((0.4, 1.5, 0.2, 0.1)).draw(seeds(20_000))
+    assert uniform_between(params["brightness"], 0.6, 1.4)
+    assert uniform_between(params["contrast"], 0.0, 2.5)
+    assert uniform_between(params["saturation"], 0.8, 1.2)
+    assert uniform_between(params["hue"], -0.1, 0.1)
 
 
 def test_jitter_has_every_order_alike():
-    drawn = ColorJitter((0.4, 0.4, 0.4, 0.1)).draw(seeds(24_000))
+    params = ColorJitter((0.4, 0.4, 0.4, 0.1)).draw(seeds(24_000))
     places = np.stack(
-        [np.stack([drawn[f"{name} {place}"] for name in JITTER_OPERATIONS]) for place in range(4)]
+        [np.stack([params[f"{name} {place}"] for name in JITTER_OPERATIONS]) for place in range(4)]
     )  # place name n
     assert np.all(places.sum(0) == 1)
     assert np.all(places.sum(1) == 1)
@@ -63,14 +63,14 @@ def test_jitter_has_every_order_alike():
 @pytest.mark.parametrize("strengths", [(0.4, 0.4, 0.4, 0.1), (0.3, 0.3, 0.3, 0.0), (0.0, 0.5, 0.0, 0.0)])
 def test_jitter_does_one_change_after_the_other(images: Tensor, strengths):
     jitter = ColorJitter(strengths)
-    drawn = jitter.draw(seeds(len(images)))
-    ours = jitter.apply(images.clone(), here(drawn))
+    params = jitter.draw(seeds(len(images)))
+    ours = jitter.apply(images.clone(), on_cpu(params))
     names = [name for name, strength in zip(JITTER_OPERATIONS, strengths, strict=True) if strength]
     for number, photo in enumerate(images):
         one = photo[None]
         for place in range(len(names)):
-            (name,) = [name for name in names if drawn[f"{name} {place}"][number]]
-            one = JITTER_OPERATIONS[name](one, torch.tensor([drawn[name][number]]))
+            (name,) = [name for name in names if params[f"{name} {place}"][number]]
+            one = JITTER_OPERATIONS[name](one, torch.tensor([params[name][number]]))
         assert torch.equal(ours[number], one[0])
     assert not torch.equal(ours, images)
 
@@ -79,30 +79,30 @@ def test_jitter_does_one_change_after_the_other(images: Tensor, strengths):
 
 
 def test_three_has_its_kinds_alike_and_deits_blur():
-    drawn = ThreeAugment().draw(seeds(30_000))
-    kinds = np.stack([drawn[name] for name in ("gray", "solarize", "blur")])
+    params = ThreeAugment().draw(seeds(30_000))
+    kinds = np.stack([params[name] for name in ("gray", "solarize", "blur")])
     assert np.all(kinds.sum(0) == 1)
     assert stats.chisquare(kinds.sum(1)).pvalue > UNLIKELY
-    near = drawn["weights"][:, 1] / drawn["weights"][:, 0]  # exp(-1 / (2 deviation^2))
+    near = params["weights"][:, 1] / params["weights"][:, 0]  # exp(-1 / (2 deviation^2))
     visible = near > 1e-6
     deviations = np.sqrt(-0.5 / np.log(near[visible].astype(np.float64)))
     assert uniform_between(deviations[deviations > 0.3], 0.3, 2.0)
     assert stats.binomtest(int((deviations > 0.3).sum()), 30_000, 1.7 / 1.9).pvalue > UNLIKELY
-    np.testing.assert_allclose(drawn["weights"][:, 0] + 2 * drawn["weights"][:, 1:].sum(1), 1, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(params["weights"][:, 0] + 2 * params["weights"][:, 1:].sum(1), 1, rtol=0, atol=1e-6)
 
 
 def test_three_does_to_each_image_what_was_drawn(images: Tensor):
     three = ThreeAugment()
-    drawn = three.draw(seeds(len(images)))
-    ours = three.apply(images.clone(), here(drawn))
-    assert all(drawn[name].any() for name in ("gray", "solarize", "blur"))
+    params = three.draw(seeds(len(images)))
+    ours = three.apply(images.clone(), on_cpu(params))
+    assert all(params[name].any() for name in ("gray", "solarize", "blur"))
     for number, photo in enumerate(images):
-        if drawn["gray"][number]:
+        if params["gray"][number]:
             wanted = color.grayscale(photo[None])
-        elif drawn["solarize"][number]:
+        elif params["solarize"][number]:
             wanted = torch.where(photo * 255 < 127.9, photo, 1 - photo)[None]
         else:
-            wanted = color.blur(photo[None], torch.from_numpy(drawn["weights"][number : number + 1]))
+            wanted = color.blur(photo[None], torch.from_numpy(params["weights"][number : number + 1]))
         assert torch.equal(ours[number], wanted[0])
 
 
@@ -144,8 +144,8 @@ def test_each_operation_is_timms_at_every_strength(photos: Tensor, name: str, ma
     number = OPERATIONS.index(name)
     sign = np.where(np.arange(count) % 2, 1.0, -1.0)
     layer = policy._layer(np.full(count, number), np.full(count, magnitude / 10), sign)
-    drawn = {"fill": policy.fill_for(count)} | {f"{key} 0": array for key, array in layer.items()}
-    ours = policy.apply(photos / 255, here(drawn)).permute(0, 2, 3, 1).numpy()
+    params = {"fill": policy.fill_for(count)} | {f"{key} 0": array for key, array in layer.items()}
+    ours = policy.apply(photos / 255, on_cpu(params)).permute(0, 2, 3, 1).numpy()
     operation, level = peer.NAME_TO_OP[TIMM[name]], peer.LEVEL_TO_ARG[TIMM[name]]
     for photo, s, got in zip(photos, sign, ours, strict=True):
         monkeypatch.setattr(random, "random", lambda s=s: 0.9 if s < 0 else 0.1)  # timm negates above a half
@@ -165,30 +165,30 @@ def test_each_operation_is_timms_at_every_strength(photos: Tensor, name: str, ma
 
 def test_operations_and_their_signs_are_alike_and_every_other_layer_rests():
     policy = RandAugment(2, 9.0, 0.0, size=SIZE, fill=MEAN)
-    drawn = policy.draw(seeds(30_000))
+    params = policy.draw(seeds(30_000))
     for layer in (0, 1):
-        amount = drawn[f"amount {layer}"]
-        inverted = drawn[f"solarize {layer}"] & (amount == 0)
-        moves = drawn[f"affine {layer}"]
-        counts = [drawn[f"{name} {layer}"].sum() for name in AMOUNTS if name not in ("invert", "solarize")]
-        counts += [inverted.sum(), drawn[f"solarize {layer}"].sum() - inverted.sum()]
-        matrix = drawn[f"matrix {layer}"][moves] - np.eye(2, 3)
+        amount = params[f"amount {layer}"]
+        inverted = params[f"solarize {layer}"] & (amount == 0)
+        moves = params[f"affine {layer}"]
+        counts = [params[f"{name} {layer}"].sum() for name in AMOUNTS if name not in ("invert", "solarize")]
+        counts += [inverted.sum(), params[f"solarize {layer}"].sum() - inverted.sum()]
+        matrix = params[f"matrix {layer}"][moves] - np.eye(2, 3)
         turned = np.abs(matrix[:, 0, 0]) > 1e-3
         parts = [turned, *(~turned & (matrix[:, i, j] != 0) for i, j in ((0, 1), (1, 0), (0, 2), (1, 2)))]
         counts += [part.sum() for part in parts]
         assert len(counts) == 15
         assert stats.chisquare(counts).pvalue > UNLIKELY
         assert stats.binomtest(int(sum(counts)), 30_000, 0.5).pvalue > UNLIKELY
-        bright = amount[drawn[f"brightness {layer}"]]
+        bright = amount[params[f"brightness {layer}"]]
         assert set(bright.tolist()) == {np.float32(0.19), np.float32(1.81)}
         assert stats.binomtest(int((bright > 1).sum()), len(bright), 0.5).pvalue > UNLIKELY
-    both = drawn["equalize 0"] & drawn["equalize 1"]  # with replacement
+    both = params["equalize 0"] & params["equalize 1"]  # with replacement
     assert stats.binomtest(int(both.sum()), 30_000, 1 / 900).pvalue > UNLIKELY
 
 
 def test_strength_varies_normally_within_its_range():
-    drawn = RandAugment(1, 9.0, 0.5, size=SIZE, fill=MEAN).draw(seeds(60_000))
-    factor = drawn["amount 0"][drawn["brightness 0"]].astype(np.float64)
+    params = RandAugment(1, 9.0, 0.5, size=SIZE, fill=MEAN).draw(seeds(60_000))
+    factor = params["amount 0"][params["brightness 0"]].astype(np.float64)
     strength = np.abs(factor - 1) / 0.9 * 10
     assert strength.max() <= 10 + 1e-5
     assert stats.kstest(strength[strength < 9.99], stats.truncnorm(-np.inf, 0.99 / 0.5, 9, 0.5).cdf).pvalue > UNLIKELY
@@ -204,9 +204,9 @@ def test_strength_varies_normally_within_its_range():
 )
 def test_computing_all_or_only_some_gives_the_same_bits(images: Tensor, policy, channels: int):
     photos = images[:, :channels].repeat(4, 1, 1, 1)
-    drawn = policy.draw(seeds(len(photos)))
+    params = policy.draw(seeds(len(photos)))
     some, everything = (
-        policy.apply(photos.clone(), here(drawn, static_shapes=static_shapes)) for static_shapes in (False, True)
+        policy.apply(photos.clone(), on_cpu(params, static_shapes=static_shapes)) for static_shapes in (False, True)
     )
     assert torch.equal(some, everything)
     assert some.isfinite().all()

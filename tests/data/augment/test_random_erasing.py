@@ -23,9 +23,9 @@ def seeds(count: int, step: int = 0) -> rng.Seeds:
 
 
 def erased(images: Tensor, part: RandomErasing, seeds: rng.Seeds, *, static_shapes: bool = False) -> Tensor:
-    drawn = to_device({"erase": part.draw(seeds)}, torch.device("cpu"), static_shapes)["erase"]
-    drawn["quantiles"] = rng.normal_quantiles(torch.device("cpu"))
-    return part.apply(images.clone(), drawn)
+    params = to_device({"erase": part.draw(seeds)}, torch.device("cpu"), static_shapes)["erase"]
+    params["quantiles"] = rng.normal_quantiles(torch.device("cpu"))
+    return part.apply(images.clone(), params)
 
 
 def test_a_box_is_replaced_and_nothing_else(images: Tensor):
@@ -41,16 +41,16 @@ def test_a_box_is_replaced_and_nothing_else(images: Tensor):
 
 
 def test_as_many_are_erased_as_asked_for():
-    drawn = RandomErasing(0.25, SCALE, SIZE).draw(seeds(20_000))
-    assert stats.binomtest(int(drawn["which"].sum()), 20_000, 0.25).pvalue > UNLIKELY
+    params = RandomErasing(0.25, SCALE, SIZE).draw(seeds(20_000))
+    assert stats.binomtest(int(params["which"].sum()), 20_000, 0.25).pvalue > UNLIKELY
 
 
 @pytest.mark.peer
 @pytest.mark.parametrize("size", [(224, 224), (32, 32), (30, 90)])
 def test_boxes_are_distributed_as_torchvisions(size: tuple[int, int]):
     peer = import_peer("torchvision.transforms").RandomErasing
-    drawn = RandomErasing(1.0, SCALE, size).draw(seeds(4000))
-    ours = drawn["boxes"][drawn["which"]]
+    params = RandomErasing(1.0, SCALE, size).draw(seeds(4000))
+    ours = params["boxes"][params["which"]]
     blank = torch.zeros(1, *size)
     theirs = np.array([peer.get_params(blank, SCALE, (0.3, 1 / 0.3), [0.0])[:4] for _ in range(4000)])
     theirs = theirs[theirs[:, 2] < size[0]]  # where nothing fitted it erases the whole image, with itself
@@ -66,8 +66,8 @@ def test_boxes_are_distributed_as_torchvisions(size: tuple[int, int]):
 
 
 def test_boxes_lie_inside_and_never_cover_a_whole_side():
-    drawn = RandomErasing(1.0, (0.02, 1.0), SIZE).draw(seeds(2000))
-    top, left, height, width = drawn["boxes"][drawn["which"]].T
+    params = RandomErasing(1.0, (0.02, 1.0), SIZE).draw(seeds(2000))
+    top, left, height, width = params["boxes"][params["which"]].T
     assert np.all((top >= 0) & (left >= 0) & (height > 0) & (width > 0))
     assert np.all((top + height <= 40) & (left + width <= 56))
     assert np.all((height < 40) & (width < 56))

@@ -125,7 +125,7 @@ def _taps(first: Tensor, length: Tensor, side: int, out: int, interpolation: Int
     inside = (index >= 0) & (index < length[:, None, None])
     weight = torch.where(inside, weight, 0)
     total = weight[..., 0]
-    for t in range(1, num_taps):  # in this order, whatever the batch
+    for t in range(1, num_taps):  # always in this order, so that the bits do not depend on the batch
         total = total + weight[..., t]
     last = length[:, None, None] - 1
     index = torch.minimum(index.to(torch.int64).clamp(min=0), last) + first[:, None, None]
