@@ -21,7 +21,7 @@ from small_models import gradient, model, small
 import vitrail
 from vitrail.export.engines import TorchEngine
 
-need_extra("serve")  # whoever imports this is skipped without it
+need_extra("serve")  # skips the tests that import this module
 httpx = import_peer("httpx")
 
 import uvicorn  # noqa: E402

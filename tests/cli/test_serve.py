@@ -99,7 +99,7 @@ def test_listening_on_all_interfaces_without_a_token_prints_a_note(vitrail, weig
     assert [note for note in result.notes if "everyone who can reach 0.0.0.0 can use this server; pass --token" in note]
     assert not [note for note in vitrail("serve", weights, "--port", 0).notes if "everyone" in note]
     port = started["name"][1]
-    assert "0.0.0.0" not in result.out  # no browser goes there
+    assert "0.0.0.0" not in result.out  # not a usable URL
     assert "small at http://127.0.0.1:" in result.out
     assert f"  network   http://{socket.gethostname()}:" in result.out
     assert f":{port}" not in result.out
@@ -202,7 +202,7 @@ def test_an_exported_file_is_served_by_its_own_engine(
     result = vitrail("serve", path, "--port", 0, "--labels", tmp_path / "labels.txt", "--device", "cpu")
     assert started["opener"]().info.labels == ("a", "b", "c", "d", "e")
     assert "  page      http://127.0.0.1:" in result.out
-    assert "explorer" not in result.out  # it cannot be
+    assert "explorer" not in result.out  # it has no explanations
 
 
 @pytest.mark.parametrize(

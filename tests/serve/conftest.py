@@ -17,7 +17,7 @@ import vitrail
 FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    *("--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"),  # a camera that sees a drawing
+    *("--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"),  # a fake camera
 ]
 Opened = Callable[..., Any]
 
@@ -49,7 +49,7 @@ def browser() -> Iterator[Any]:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         pytest.skip("the page is tested with Chromium, which is not here: apt install chromium")
-    api.expect.set_options(timeout=20_000)  # a busy machine is no failure
+    api.expect.set_options(timeout=20_000)  # the machine may be busy
     with api.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         yield started

@@ -56,11 +56,11 @@ def test_a_batch_waits_for_what_is_being_decoded(vit: vitrail.Model) -> None:
     with run_server(served(vit), batching=replace(QUICK, batch_delay=1.0)) as (client, service):
         decode, batches = service.image_decoder.decode, service.served.engine.batches  # type: ignore[attr-defined]
 
-        def unpack(opened: InspectedImage) -> Any:
-            if opened.data == photo(0):  # is decoded after the other
+        def unpack(inspected: InspectedImage) -> Any:
+            if inspected.data == photo(0):  # decoded after the other one
                 until(lambda: service.batcher._image_queue or batches)
                 time.sleep(0.1)
-            return decode(opened)
+            return decode(inspected)
 
         service.image_decoder.decode = unpack  # type: ignore[method-assign]
         client.post("/v1/predict", files=[("images", photo(0)), ("images", photo(1))])
@@ -123,7 +123,7 @@ def test_rejected_bodies_do_not_count_as_being_read(vit: vitrail.Model) -> None:
         slow, *others = [stack.enter_context(socket.create_connection(where)) for _ in range(4)]
         slow.sendall(head)
         until(lambda: service.uploads.used == 1)
-        for sock in others:  # what is left of them is swallowed for a second
+        for sock in others:  # the rest of their bodies is received for a second
             sock.sendall(head)
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 503
         assert service.uploads.used == 1
@@ -151,12 +151,12 @@ def test_the_bytes_of_incomplete_bodies_are_limited(vit: vitrail.Model, kind: st
             assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
             assert refused.headers["retry-after"] == "1"
         with other_client(client) as other:
-            assert other.post("/v1/predict", content=bytes(5000), headers=JPEG).status_code == 400  # it is read
+            assert other.post("/v1/predict", content=bytes(5000), headers=JPEG).status_code == 400  # its body is read
         assert service.body_bytes.used == 3 * (30_000 + len(start))
-        assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200  # which has room
+        assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200  # there is room again
         sock.close()
         until(lambda: service.body_bytes.used == 2 * (30_000 + len(start)))
-        assert client.post("/v1/predict", content=bytes(20_000), headers=JPEG).status_code == 400  # no image
+        assert client.post("/v1/predict", content=bytes(20_000), headers=JPEG).status_code == 400  # not an image
     assert service.body_bytes.used == 0
 
 
@@ -212,10 +212,10 @@ class Decoders:
         self.seen, self.go, self.unpack = [], threading.Event(), service.image_decoder.decode
         service.image_decoder.decode = self.held  # type: ignore[method-assign]
 
-    def held(self, opened: InspectedImage) -> Any:
-        self.seen.append(len(opened.data))
+    def held(self, inspected: InspectedImage) -> Any:
+        self.seen.append(len(inspected.data))
         assert self.go.wait(20)
-        return self.unpack(opened)
+        return self.unpack(inspected)
 
 
 def memory() -> int:
@@ -271,14 +271,14 @@ def test_the_number_of_explanations_is_limited_including_queued_ones(vit: vitrai
         assert len(service.batcher._explain_queue) == 0  # none is decoded yet
         refused = client.post("/v1/explain", content=photo(), headers=JPEG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
-        assert refused.headers["retry-after"] == "12"  # two of six seconds each, one after the other
+        assert refused.headers["retry-after"] == "12"  # two of six seconds each, in sequence
         assert "2 explanations" in refused.json()["error"]["message"]
         prediction = senders.submit(client.post, "/v1/predict", content=photo(), headers=JPEG)
-        until(lambda: service.batcher.image_quota.used == 3)  # there is room for those
+        until(lambda: service.batcher.image_quota.used == 3)  # these fit into the queue
         decoders.go.set()
         assert {answer.result().status_code for answer in (*looks, prediction)} == {200}
         assert service.batcher.explain_quota.used == 0
-        assert service.batcher.explain_seconds < 6  # these took less
+        assert service.batcher.explain_seconds < 6  # these were faster
         assert client.post("/v1/explain", content=photo(), headers=JPEG).status_code == 200
 
 
@@ -391,12 +391,12 @@ def test_speed_counts_batches_that_run_side_by_side_and_no_others(
         return np.zeros((len(pixels), 5), np.float32)
 
     what.outputs = outputs  # type: ignore[method-assign]
-    for beside, speed in ((0, 20), (2, 60)):  # two images in a tenth of a second, alone or beside two others
-        batcher._running_batches = beside
+    for others, speed in ((0, 20), (2, 60)):  # two images in 0.1 s, with 0 or 2 other batches in parallel
+        batcher._running_batches = others
         for _ in range(100):
             batcher._run_batch(group)
         assert batcher.images_per_second == pytest.approx(speed, rel=0.01)
-        assert batcher._running_batches == beside
+        assert batcher._running_batches == others
 
 
 def test_ready_only_after_the_warm_up_and_not_while_draining(vit: vitrail.Model) -> None:

@@ -33,17 +33,19 @@ class Timed:
 
     def logits(self, pixels: np.ndarray) -> np.ndarray:
         self.batches.append(len(pixels))
-        self.own += 0.001 if self.name == "openvino" else self.seconds(len(pixels))  # which has threads of its own
+        self.own += 0.001 if self.name == "openvino" else self.seconds(len(pixels))  # openvino has its own threads
         self.wall += self.seconds(len(pixels)) + next(self.waits, 0)
         return np.zeros((len(pixels), 5), np.float32)
 
-    def both(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 1e9, alone: bool = False) -> tuple[int, int]:
+    def both(
+        self, monkeypatch: pytest.MonkeyPatch, seconds: float = 1e9, parallel_batches: bool = False
+    ) -> tuple[int, int]:
         clocks = {"perf_counter": lambda: self.wall, "monotonic": lambda: self.wall, "thread_time": lambda: self.own}
         monkeypatch.setattr(batching, "time", SimpleNamespace(**clocks))
-        return choose_batch_size(ServedModel(self, parallel_batches=alone), (1, 2, 4, 8, 16, 32), seconds)  # type: ignore[arg-type]
+        return choose_batch_size(ServedModel(self, parallel_batches=parallel_batches), (1, 2, 4, 8, 16, 32), seconds)  # type: ignore[arg-type]
 
-    def best(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 1e9, alone: bool = False) -> int:
-        return self.both(monkeypatch, seconds, alone)[0]
+    def best(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 1e9, parallel_batches: bool = False) -> int:
+        return self.both(monkeypatch, seconds, parallel_batches)[0]
 
 
 SLOWER_PAST_8 = {1: 24.1, 2: 21.9, 4: 20.5, 8: 19.7, 16: 21.5, 32: 23.8}
@@ -53,20 +55,21 @@ SLOWER_PAST_8 = {1: 24.1, 2: 21.9, 4: 20.5, 8: 19.7, 16: 21.5, 32: 23.8}
 @pytest.mark.parametrize(
     ("seconds", "best"),
     [
-        (lambda size: 0.004 * size, 1),  # nothing is gained by more
-        (lambda size: 0.02, 32),  # a batch costs what one image does
+        (lambda size: 0.004 * size, 1),  # larger batches save nothing
+        (lambda size: 0.02, 32),  # the time does not depend on the size
         (lambda size: 0.01 + 0.02 * max(size - 8, 0), 8),
-        (lambda size: SLOWER_PAST_8[size] * size / 1000, 8),  # 4 per cent better than 4, and worth it
-        (lambda size: size * (1 if size < 4 else 0.99), 1),  # 1 per cent is not
+        (lambda size: SLOWER_PAST_8[size] * size / 1000, 8),  # 4 % faster than 4: enough
+        (lambda size: size * (1 if size < 4 else 0.99), 1),  # 1 % is not enough
     ],
 )
 def test_the_batch_size_is_the_smallest_with_nearly_the_best_throughput(
     vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], best: int
 ) -> None:
     assert Timed(seconds, vit).best(monkeypatch) == best
-    assert Timed(seconds, vit, waits=[0.5] * 7).best(monkeypatch) == best  # the first time something is in the way
-    assert Timed(seconds, vit, waits=[0.5] * 99).best(monkeypatch, alone=True) == best  # it always is, on this core
-    assert Timed(seconds, vit, name="openvino").best(monkeypatch, alone=True) == best
+    assert Timed(seconds, vit, waits=[0.5] * 7).best(monkeypatch) == best  # the first calls are disturbed
+    disturbed = Timed(seconds, vit, waits=[0.5] * 99)  # but not its CPU time
+    assert disturbed.best(monkeypatch, parallel_batches=True) == best
+    assert Timed(seconds, vit, name="openvino").best(monkeypatch, parallel_batches=True) == best
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_the_batch_size_is_the_smallest_with_nearly_the_best_throughput(
     [
         (lambda size: 0.02, (32, 32)),
         (lambda size: SLOWER_PAST_8[size] * size / 1000, (8, 2)),  # 2 take 44 ms, 4 take 82
-        (lambda size: 0.3 * size**0.5, (32, 1)),  # one image takes longer than a short batch may
+        (lambda size: 0.3 * size**0.5, (32, 1)),  # even one image exceeds the limit
     ],
 )
 def test_a_short_batch_takes_little_time_where_it_can(
@@ -86,7 +89,7 @@ def test_a_short_batch_takes_little_time_where_it_can(
 def test_choosing_a_batch_size_has_a_time_limit(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Timed(lambda size: 0.1, vit)
     assert slow.best(monkeypatch, seconds=0.25) == 2
-    assert slow.batches == [1, 1, 2]  # once to get warm
+    assert slow.batches == [1, 1, 2]  # one warm-up call
     worse = Timed(lambda size: 0.01 * size * size, vit)
     assert worse.best(monkeypatch) == 1
-    assert (worse.batches.count(1), worse.batches.count(32)) == (1 + batching.TIMING_ROUNDS, 2)  # seen to be slow
+    assert (worse.batches.count(1), worse.batches.count(32)) == (1 + batching.TIMING_ROUNDS, 2)  # dropped as too slow

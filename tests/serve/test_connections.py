@@ -65,7 +65,7 @@ def test_endless_headers_are_not_kept(client: httpx.Client) -> None:
             pass
         assert sent < 2**22
         answer = rest(sock)
-    assert answer[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")  # who still sends may not hear it
+    assert answer[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")  # a sending client may miss the response
 
 
 def test_long_bodies_and_pipelined_requests_do_not_count_as_headers(client: httpx.Client) -> None:
@@ -203,7 +203,7 @@ def test_headers_in_two_pieces_and_a_body_that_takes_longer_are_answered(client:
         sock.sendall(head)
         time.sleep(0.2)
         sock.sendall(b"content-length: %d\r\n\r\n" % len(data) + data[:100])
-        time.sleep(0.35)  # longer than headers may take, all in all
+        time.sleep(0.35)  # in total longer than the header timeout
         sock.sendall(data[100:])
         assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
 
@@ -221,7 +221,7 @@ def test_a_client_that_reads_slowly_gets_its_complete_response(
     monkeypatch.setattr(static_files, "file_response", lambda request, name: Response(whole))
     with connected(client, SO_RCVBUF=2**16) as sock:
         sock.sendall(GET.replace(b"/healthz", b"/static/long").replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
-        start, found, slow = time.monotonic(), b"", 1.6  # three times as long as nothing may be read
+        start, found, slow = time.monotonic(), b"", 1.6  # three times the read timeout
         while piece := sock.recv(2**14):
             found += piece
             if time.monotonic() < start + slow:
@@ -234,7 +234,7 @@ def taken(sock: socket.socket, data: bytes) -> bool:
     sock.settimeout(0.1)
     try:
         sock.sendall(data)
-    except TimeoutError:  # nobody reads what it asks any more
+    except TimeoutError:  # the server no longer reads
         return True
     except (BrokenPipeError, ConnectionResetError):
         return False
@@ -249,7 +249,7 @@ def test_a_few_requests_at_once_are_answered_in_order(client: httpx.Client) -> N
 
 
 def test_thousands_of_pipelined_requests_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = pytest.importorskip("uvicorn.protocols.http.httptools_impl")  # h11 reads no further than one of them
+    tools = pytest.importorskip("uvicorn.protocols.http.httptools_impl")  # h11 reads only one request ahead
     monkeypatch.setattr(connections, "AutoHTTPProtocol", tools.HttpToolsProtocol)
     with run_server(served(), SHORT) as (client, _):
         with connected(client) as sock:
@@ -267,7 +267,7 @@ def test_too_many_connections_close_the_idlest_and_no_busy_one(client: httpx.Cli
             sock = stack.enter_context(connected(client))
             sock.sendall(GET)
             assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
-        assert rest(first) == b""  # the keep-alive of 75 seconds is not over
+        assert rest(first) == b""  # although the keep-alive timeout is 75 s
         sock.sendall(GET)
         assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
 
@@ -312,7 +312,7 @@ def test_one_client_cannot_have_all_connections(client: httpx.Client) -> None:
         assert other.recv(4096).startswith(b"HTTP/1.1 200 OK")
         busy[0].sendall(data)
         assert busy[0].recv(4096).startswith(b"HTTP/1.1 200 OK")
-        another = stack.enter_context(connected(client, "127.0.0.2"))  # costs that client its idle one
+        another = stack.enter_context(connected(client, "127.0.0.2"))  # closes the idle connection of that client
         another.sendall(GET)
         assert another.recv(4096).startswith(b"HTTP/1.1 200 OK")
         assert rest(busy[0]) == b""

@@ -87,7 +87,7 @@ def wanted() -> bool:
     return True
 
 
-# What is large
+# Which images are large
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,11 @@ def test_what_an_image_costs_follows_from_its_header(
     vit: vitrail.Model, image: Image.Image, kind: str, cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = saved(image, kind)
-    opened = reader(vit).inspect(data)
-    assert (opened.pixels, opened.cost, opened.large) == (600, cost, False)
+    inspected = reader(vit).inspect(data)
+    assert (inspected.pixels, inspected.cost, inspected.large) == (600, cost, False)
     monkeypatch.setattr(image_decoder, "SMALL_PIXELS", cost - 1)
     assert reader(vit).inspect(data).large
-    assert np.array_equal(reader(vit).decode(opened), reader(vit).decode_bytes(data))
+    assert np.array_equal(reader(vit).decode(inspected), reader(vit).decode_bytes(data))
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_what_an_image_costs_follows_from_its_header(
 def test_an_image_with_a_slow_header_counts_as_large(
     vit: vitrail.Model, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = reader(vit).inspect(data)
-    assert opened.large
+    inspected = reader(vit).inspect(data)
+    assert inspected.large
     assert is_quick_header(data) == (len(data) > image_decoder.SMALL_BYTES)
     if not is_quick_header(data):
         monkeypatch.setattr(Image, "open", None)
@@ -152,10 +152,10 @@ def test_headers_of_common_files_are_quick() -> None:
 
 @pytest.mark.parametrize("data", [with_chunks(100), b"\xff\xd8" + b"\xff\xe9\0\x02" * 2000 + photo()[2:]])
 def test_a_slow_header_is_checked_during_decoding(vit: vitrail.Model, data: bytes) -> None:
-    opened = reader(vit).inspect(data)
-    assert (opened.source, opened.cost) == (None, Limits().max_pixels // image_decoder.UNREAD_HEADER_DIVISOR)
+    inspected = reader(vit).inspect(data)
+    assert (inspected.source, inspected.cost) == (None, Limits().max_pixels // image_decoder.UNREAD_HEADER_DIVISOR)
     assert np.array_equal(
-        reader(vit).decode(opened), reader(vit).decode_bytes(photo(kind="PNG" if data[0] == 0x89 else "JPEG"))
+        reader(vit).decode(inspected), reader(vit).decode_bytes(photo(kind="PNG" if data[0] == 0x89 else "JPEG"))
     )
     with pytest.raises(RequestError, match="at most 100 are allowed"):
         reader(vit, max_pixels=100).decode_bytes(data)
@@ -171,7 +171,7 @@ def test_a_slow_header_is_checked_during_decoding(vit: vitrail.Model, data: byte
     ],
 )
 def test_formats_that_pillow_decodes_in_python_are_refused(vit: vitrail.Model, data: bytes) -> None:
-    assert np.asarray(Image.open(io.BytesIO(data))).shape[:2] == (4, 4)  # they are whole
+    assert np.asarray(Image.open(io.BytesIO(data))).shape[:2] == (4, 4)  # Pillow itself can read them
     with pytest.raises(RequestError, match="this variant of PPM is not supported; send it as PNG or JPEG") as refused:
         reader(vit).inspect(data)
     assert (refused.value.status, refused.value.code) == (400, "image_unreadable")
@@ -217,7 +217,7 @@ def test_work_that_is_no_longer_wanted_is_killed_and_the_next_image_decoded(
     assert process.decode(photo(), wanted) is not None
     before = process._pid
     assert before is not None
-    os.kill(before, signal.SIGSTOP)  # so it will never be ready
+    os.kill(before, signal.SIGSTOP)  # so that it never responds
     assert process.decode(large, lambda: False) is None
     assert not Path(f"/proc/{before}").exists()
     assert process.decode(photo(), wanted) is not None
@@ -281,13 +281,13 @@ class BlockingDecodeProcess:
         self.images, self.go, self.seen, self.dropped = service.image_decoder, threading.Event(), [], 0
         monkeypatch.setattr(decode_pool.DecodePool, "_decode_in_process", self._decoded)
 
-    def _decoded(self, process: Any, request: Any, opened: InspectedImage) -> Any:
-        self.seen.append(len(opened.data))
+    def _decoded(self, process: Any, request: Any, inspected: InspectedImage) -> Any:
+        self.seen.append(len(inspected.data))
         while not self.go.wait(0.01):
             if request.expired():
                 self.dropped += 1
                 return None
-        return self.images.decode(opened)
+        return self.images.decode(inspected)
 
 
 def test_a_large_image_is_answered_like_any_other(vit: vitrail.Model, large: bytes) -> None:
@@ -310,19 +310,19 @@ def test_small_images_do_not_wait_for_large_ones(
     vit: vitrail.Model, large: bytes, sending: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with run_server(served(vit)) as (client, service):
-        elsewhere, senders = BlockingDecodeProcess(service, monkeypatch), sending(client)
+        blocking, senders = BlockingDecodeProcess(service, monkeypatch), sending(client)
         waiting = [senders.send(large, large, large) for _ in range(3)]
-        until(lambda: len(elsewhere.seen) == QUICK.decode_threads)
-        until(lambda: service.batcher.decode_pool.small_pending == 0)  # a batch waits for none of them
+        until(lambda: len(blocking.seen) == QUICK.decode_threads)
+        until(lambda: service.batcher.decode_pool.small_pending == 0)  # a batch does not wait for them
         assert senders.send(photo()).result().status_code == 200
-        elsewhere.go.set()
+        blocking.go.set()
         assert {answer.result().status_code for answer in waiting} == {200}
 
 
 def test_what_a_request_costs_is_counted_before_anything_is_decoded(
     vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deep = saved(Image.new("I;16", (50, 40)), "PNG")  # 2,000 pixels that count for 8,000
+    deep = saved(Image.new("I;16", (50, 40)), "PNG")  # 2,000 pixels that count as 8,000
     with run_server(served(vit), Limits(max_pixels=5000)) as (client, service):
         monkeypatch.setattr(service.image_decoder, "decode", None)
         answer = client.post("/v1/predict", files=[("images", deep)] * 3)
@@ -338,7 +338,7 @@ def test_one_client_may_have_so_many_large_images_waiting(
     vit: vitrail.Model, sending: Any, large: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with run_server(served(vit), Limits(max_pixels=5_000_000)) as (client, service):
-        elsewhere, senders = BlockingDecodeProcess(service, monkeypatch), sending(client)
+        blocking, senders = BlockingDecodeProcess(service, monkeypatch), sending(client)
         held = [senders.send(*[large] * 4) for _ in range(2)]
         quota = service.batcher.decode_pool.large_pixel_quota
         until(lambda: quota.used == 40_000_000)
@@ -346,12 +346,12 @@ def test_one_client_may_have_so_many_large_images_waiting(
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
         assert "40,000,000 pixels of large images" in refused.json()["error"]["message"]
         assert refused.headers["retry-after"] == "1"
-        assert senders.send(photo()).result().status_code == 200  # small ones are not counted
+        assert senders.send(photo()).result().status_code == 200  # small images are not limited
         transport = httpx.HTTPTransport(local_address="127.0.0.2")
         with httpx.Client(base_url=client.base_url, timeout=20, transport=transport) as other:
             allowed = sending(other).send(large)
             until(lambda: quota.used == 45_000_000)
-            elsewhere.go.set()
+            blocking.go.set()
             assert allowed.result().status_code == 200
         assert {answer.result().status_code for answer in held} == {200}
         until(lambda: quota.used == 0)
@@ -367,7 +367,7 @@ def test_one_process_is_reserved_for_other_clients(
         httpx.Client(base_url=client.base_url, transport=transport) as other,
     ):
         assert other.post("/v1/predict", content=photo(), headers={"content-type": "image/jpeg"}).status_code == 200
-        elsewhere, senders, jobs = (
+        blocking, senders, jobs = (
             BlockingDecodeProcess(service, monkeypatch),
             sending(client),
             service.batcher.decode_pool._large_jobs,
@@ -376,8 +376,8 @@ def test_one_process_is_reserved_for_other_clients(
         until(lambda: service.batcher.decode_pool.large_pixel_quota.used == 30_000_000)
         one = sending(other).send(large)
         until(lambda: jobs._busy == {"127.0.0.1": 1, "127.0.0.2": 1})
-        assert len(elsewhere.seen) == QUICK.decode_threads == 2
-        elsewhere.go.set()
+        assert len(blocking.seen) == QUICK.decode_threads == 2
+        blocking.go.set()
         assert {answer.result().status_code for answer in (one, *many)} == {200}
         until(lambda: not jobs._busy)
 
@@ -386,16 +386,16 @@ def test_large_images_of_a_client_that_left_are_dropped(
     vit: vitrail.Model, large: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with run_server(served(vit)) as (client, service):
-        elsewhere = BlockingDecodeProcess(service, monkeypatch)
+        blocking = BlockingDecodeProcess(service, monkeypatch)
         request = client.build_request("POST", "/v1/predict", files=[("images", large)] * 5)
         body = request.read()
         head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
         with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:
             raw.sendall(f"POST /v1/predict HTTP/1.1\r\n{head}\r\n".encode() + body)
-            until(lambda: len(elsewhere.seen) == QUICK.decode_threads)
-        until(lambda: elsewhere.dropped == QUICK.decode_threads)
+            until(lambda: len(blocking.seen) == QUICK.decode_threads)
+        until(lambda: blocking.dropped == QUICK.decode_threads)
         until(lambda: service.batcher._decoding == 0)
-        assert len(elsewhere.seen) == QUICK.decode_threads  # the other three were never begun
+        assert len(blocking.seen) == QUICK.decode_threads  # the other three were not started
         assert service.batcher.decode_pool.large_pixel_quota.used == 0
         assert service.batcher.image_quota.used == 0
 
@@ -417,9 +417,9 @@ def test_the_number_of_pixels_decoded_at_a_time_is_limited(vit: vitrail.Model, m
     images = reader(vit, max_pixels=25)
     decoders = decode_pool.DecodePool(images, 4, None, None)  # type: ignore[arg-type]
     assert decoders.pixel_semaphore.total == 55  # the largest image leaves room for others
-    opened = InspectedImage(b"", b"", 15, 15, large=True)
+    inspected = InspectedImage(b"", b"", 15, 15, large=True)
     request: Any = object()
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: decoders._decode_in_process(Counting(), request, opened), range(12)))  # type: ignore[arg-type]
+        list(pool.map(lambda _: decoders._decode_in_process(Counting(), request, inspected), range(12)))  # type: ignore[arg-type]
     assert most == 3
     assert decoders.pixel_semaphore.available == 55

@@ -106,17 +106,17 @@ def test_maps_are_those_of_explain(client: httpx.Client, vit: vitrail.Model, ima
 def test_occlusion_is_done_a_few_squares_at_a_time(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain_requests, "MAX_OCCLUSION_BATCH", 1)
     what = served(vit)
-    looker = Explainer(what, ImageDecoder(vit.preprocess, Limits(), what.grid))
+    explainer = Explainer(what, ImageDecoder(vit.preprocess, Limits(), what.grid))
     turns = {
-        method: len(list(looker.steps(vit.preprocess.pixels(photo()), ExplainRequest(methods=(method,)))))
+        method: len(list(explainer.steps(vit.preprocess.pixels(photo()), ExplainRequest(methods=(method,)))))
         for method in ("rollout", "occlusion")
     }
     assert turns["occlusion"] == turns["rollout"] + 2 * 3  # squares of two patches on a grid of 4 x 6
 
 
-def test_occlusion_of_a_model_with_several_classes_to_an_image(vit: vitrail.Model, images: torch.Tensor) -> None:
-    several = vitrail.Model(vit.net, vit.info.replace(multi_label=True))
-    with run_server(served(several)) as (client, _):
+def test_occlusion_of_a_multi_label_model(vit: vitrail.Model, images: torch.Tensor) -> None:
+    model_ = vitrail.Model(vit.net, vit.info.replace(multi_label=True))
+    with run_server(served(model_)) as (client, _):
         found = explained(client, methods='["occlusion"]', target="bird")
     wanted = occlusion(vit.net, images, torch.tensor([2]), stride=2, multi_label=True)[0].numpy()
     assert np.allclose(map_of(found["maps"]["occlusion"], (4, 6)), wanted, atol=np.ptp(wanted) / 255)
@@ -127,7 +127,7 @@ def test_occlusion_of_a_model_with_several_classes_to_an_image(vit: vitrail.Mode
     [
         {},
         {"image_size": (8, 48)},  # a single row of patches
-        {"image_size": 40},  # an odd number of them: the last square ends at the edge
+        {"image_size": 40},  # an odd number of patches: the last square ends at the edge
         {"image_size": 36, "uncovered": "ignore"},  # the last 4 pixels belong to no patch
     ],
 )
@@ -167,13 +167,13 @@ def test_predictions_have_their_turn_within_an_occlusion(vit: vitrail.Model, mon
         service.batcher._run_batch = lambda group: (order.append("batch"), run(group))[1]  # type: ignore[func-returns-value, method-assign]
         asked = {"params": {"methods": "occlusion"}, "content": photo(), "headers": JPEG}
         look = pool.submit(client.post, "/v1/explain", **asked)
-        until(lambda: len(order) >= 6)  # two layers, the rest of the network, and then the squares
+        until(lambda: len(order) >= 6)  # two layers, the rest of the network, then the squares
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
         assert not look.done()
         late = client.post("/v1/explain", **asked | {"headers": JPEG | {"x-deadline-ms": "200"}})
         assert late.status_code == 504
         assert look.result().status_code == 200
-        assert order.count("look") < 2 * 12  # the late one was given up on the way
+        assert order.count("look") < 2 * 12  # the request with the deadline was abandoned
 
 
 def test_distances_are_those_of_the_figure(client: httpx.Client, vit: vitrail.Model, images: torch.Tensor) -> None:
@@ -266,9 +266,9 @@ def test_a_map_is_within_half_a_step_of_its_range(values: np.ndarray) -> None:
 
 def test_an_exported_file_has_no_explanations(vit: vitrail.Model) -> None:
     alone = ServedModel(served(vit).engine)
-    looker = Explainer(alone, ImageDecoder(alone.preprocess, Limits(), alone.grid))
+    explainer = Explainer(alone, ImageDecoder(alone.preprocess, Limits(), alone.grid))
     with pytest.raises(RequestError, match="has no explanations") as refused:
-        looker.check(explain_requests.ExplainRequest())
+        explainer.check(explain_requests.ExplainRequest())
     assert refused.value.status == 501
     assert (alone.has_features, alone.explain_methods, alone.classifies) == (False, (), True)
     assert alone.grid == (4, 6)
@@ -312,7 +312,7 @@ def test_occlusion_fills_in_line_by_line(client: httpx.Client, slowly: Callable[
     slowly(0.02)
     whole = explained(client, methods='["occlusion"]', target="bird")
     *parts, last = lines_of(client, methods='["occlusion"]', target="bird")
-    assert {**last, "ms": 0} == {**whole, "ms": 0}  # the same answer as without lines
+    assert {**last, "ms": 0} == {**whole, "ms": 0}  # same response as without lines
     wanted = map_of(last["maps"]["occlusion"], (4, 6))
     assert len(parts) > 2
     done = []

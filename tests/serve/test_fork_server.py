@@ -90,7 +90,7 @@ def test_a_fork_server_that_died_is_replaced(server: ForkServer, process: Decode
     first = server._process
     first.kill()
     first.wait()
-    assert process.decode(photo(), wanted) is not None  # its child lives on
+    assert process.decode(photo(), wanted) is not None  # the existing child still works
     assert process.close() is None
     assert process.decode(photo(), wanted) is not None
     assert server._process is not first

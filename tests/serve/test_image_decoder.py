@@ -41,7 +41,7 @@ def reader(limits: Limits | None = None) -> ImageDecoder:
 def test_scans_are_those_of_libjpeg(mode: str, count: int, more: int) -> None:
     data = with_scans(progressive(mode), more)
     assert [most for most in range(30) if count_scans(data, most) > most] == list(range(count + more))
-    assert count_scans(data, 5) == 6  # counted no further
+    assert count_scans(data, 5) == 6  # counting stops there
 
 
 @given(st.binary(max_size=300), st.integers(0, 12))

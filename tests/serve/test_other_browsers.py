@@ -81,7 +81,7 @@ def test_clicks_and_drags_hide_and_the_pointer_keeps_asking(page: Any, site: htt
     seen = page("#image=cat")
     seen.drag(patch(seen, 3, 3))
     wait_for_bars(seen, hiding(site, [27], CAT.read_bytes()))
-    seen.see("#words", "Row 4, column 4 looks most at")  # WebKit says that the pointer left, with every click
+    seen.see("#words", "Row 4, column 4 looks most at")  # WebKit sends pointerleave with every click
     seen.drag(patch(seen, 5, 6), patch(seen, 4, 5), patch(seen, 4, 4))
     wait_for_bars(seen, hiding(site, [27, 36, 37, 38, 44, 45, 46], CAT.read_bytes()))
     seen.press("u")

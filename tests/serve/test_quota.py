@@ -47,7 +47,7 @@ def test_a_lease_is_released_as_a_whole_and_once() -> None:
     lease.release()
     assert quota.used == 5
     quota.release("a", 5)
-    assert not quota._clients  # no address is kept
+    assert not quota._clients  # clients without holdings are removed
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def test_other_methods_are_rejected_with_the_allowed_ones(client: httpx.Client, 
     ],
 )
 def test_unknown_paths_are_answered_404(client: httpx.Client, path: str) -> None:
-    with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:  # httpx would tidy the path
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:  # httpx normalizes paths
         raw.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: raw.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 404")
@@ -310,7 +310,7 @@ def test_a_request_with_millions_of_values_is_rejected_and_blocks_no_other(name:
             assert reason(found[0], found[0].status_code) in ("too_many_values", "bad_json")
             return max(waits)
 
-        assert min(longest() for _ in range(3)) < 0.2  # the machine may have bad moments
+        assert min(longest() for _ in range(3)) < 0.2  # the machine may be busy at times
 
 
 FORM = {"content-type": "multipart/form-data; boundary=x"}
@@ -325,7 +325,7 @@ def test_a_form_full_of_false_boundaries_is_refused_before_it_costs_much() -> No
         start = time.process_time()
         answer = client.post("/v1/predict", content=form_of(b"\r\n--xy" * 2_000_000), headers=FORM)
         assert reason(answer, 400) == "bad_form"
-        assert time.process_time() - start < 0.6  # it would be more than a second
+        assert time.process_time() - start < 0.6  # without the limit it takes more than a second
         assert "too many parts" in answer.json()["error"]["message"]
         few = client.post("/v1/predict", content=form_of(photo() + b"\r\n--xy" * 100), headers=FORM)
         assert few.status_code == 200

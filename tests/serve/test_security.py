@@ -101,7 +101,7 @@ def test_with_the_token_requests_are_answered(client: httpx.Client) -> None:
     files = {"image": photo()}
     assert client.post("/v1/predict", files=files).status_code == 401
     assert client.post("/v1/predict", files=files, headers=headers).status_code == 200
-    lower = {"authorization": f"bearer  {TOKEN}"}  # schemes are the same in any case
+    lower = {"authorization": f"bearer  {TOKEN}"}  # schemes are case-insensitive
     assert client.get("/v1/model", headers=lower).status_code == 200
 
 
@@ -150,7 +150,7 @@ HERE = {"host": "localhost:8000"}
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({}, 200),  # no browser
+        ({}, 200),  # not a browser
         ({"sec-fetch-site": "same-origin", "origin": "http://localhost:8000"}, 200),
         ({"sec-fetch-site": "none"}, 200),
         ({"sec-fetch-site": "cross-site"}, 403),
@@ -169,7 +169,7 @@ def test_requests_of_other_sites_are_rejected(named: httpx.Client, headers: dict
     assert answer.status_code == status
     if status == 403:
         assert answer.json()["error"]["code"] == "cross_site_request"
-        assert named.get("/v1/model", headers=HERE | headers).status_code == 200  # which they cannot read
+        assert named.get("/v1/model", headers=HERE | headers).status_code == 200  # the other site cannot read it
 
 
 @pytest.mark.parametrize("path", OPEN)

@@ -31,7 +31,7 @@ from vitrail.export.engines import TorchEngine
 from vitrail.cli import main
 quick = TorchEngine.logits
 TorchEngine.logits = lambda self, pixels: (time.sleep(0.7), quick(self, pixels))[1]
-if __name__ == "__main__":  # a worker imports this too, and is slow as well
+if __name__ == "__main__":  # workers import this module too
     sys.exit(main(sys.argv[1:]))
 """
 
@@ -105,7 +105,7 @@ def test_a_signal_to_the_whole_group_drains_like_one_to_the_first_process(weight
         answers: list[httpx.Response] = []
         threads = [ask(where, answers) for _ in range(4)]
         until(lambda: "vitrail_queue_images 4.0" in httpx.get(f"{where}/metrics").text)
-        process.terminate()  # as `timeout` does it: the process, and then its group
+        process.terminate()  # like `timeout`: first the process, then its group
         os.killpg(process.pid, signal.SIGTERM)
         for worker in children(process.pid):
             os.kill(worker, signal.SIGTERM)
@@ -179,11 +179,11 @@ def test_limits_of_connections_follow_the_limit_of_open_files(monkeypatch: pytes
 
 def test_an_idle_server_ends_soon(weights: Path) -> None:
     with serving(weights) as (process, where), httpx.Client(base_url=where) as kept:
-        assert kept.get("/healthz").status_code == 200  # a connection that stays open
+        assert kept.get("/healthz").status_code == 200  # a connection that is kept open
         start = time.monotonic()
         process.terminate()
         assert process.wait(20) == 0
-        assert time.monotonic() - start < 2  # taking apart all that torch has loaded took as long
+        assert time.monotonic() - start < 2  # freeing the model would take longer
 
 
 @pytest.mark.slow

@@ -60,14 +60,14 @@ def send(port: int, number: int) -> str:
         sock.bind((f"127.0.0.{rng.choice([1, 1, 1, 2])}", 0))
         sock.settimeout(30)
         sock.connect(("127.0.0.1", port))
-        if rng.random() < 0.3:  # a client that hangs up, while it sends or while it waits
+        if rng.random() < 0.3:  # disconnects while sending or waiting
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", rng.random() < 0.5, 0))
             sock.sendall((head + "\r\n").encode() + data[: rng.choice([len(data), len(data) // 2])])
             sock.settimeout(rng.random() / 10 + 0.001)
             with suppress(TimeoutError):
                 sock.recv(1)
             return "gone"
-        with suppress(OSError):  # refused before all of it was sent
+        with suppress(OSError):  # rejected before everything was sent
             sock.sendall((head + "\r\n").encode() + data)
         with suppress(ConnectionResetError):
             return sock.recv(12)[9:].decode()
@@ -99,7 +99,7 @@ def test_after_many_random_requests_all_quotas_and_queues_are_empty(monkeypatch:
         assert port is not None
         with ThreadPoolExecutor(24) as pool:
             answers = Counter(pool.map(lambda number: send(port, number), range(300)))
-        assert {"200", "400", "413", "415", "gone"} <= set(answers), answers  # and what depends on the moment
+        assert {"200", "400", "413", "415", "gone"} <= set(answers), answers  # others depend on timing
         batcher, decoders = service.batcher, service.batcher.decode_pool
         until(lambda: batcher._decoding == 0)
         until(lambda: service.body_bytes.used == service.uploads.used == batcher.image_quota.used == 0)

@@ -14,10 +14,10 @@ from vitrail.serve.weighted_semaphore import WeightedSemaphore
 
 
 def test_waiters_are_served_in_order_even_if_a_later_one_is_smaller() -> None:
-    budget, order, go = WeightedSemaphore(10), [], threading.Event()
+    semaphore, order, go = WeightedSemaphore(10), [], threading.Event()
 
     def spend(amount: int) -> None:
-        with budget.acquired(amount):
+        with semaphore.acquired(amount):
             order.append(amount)
             assert go.wait(20)
 
@@ -25,31 +25,31 @@ def test_waiters_are_served_in_order_even_if_a_later_one_is_smaller() -> None:
         parts: list[Future[None]] = []
         for number, amount in enumerate((6, 5, 4)):
             parts.append(pool.submit(spend, amount))
-            until(lambda n=number: order == [6] and len(budget._waiters) == n)
+            until(lambda n=number: order == [6] and len(semaphore._waiters) == n)
         go.set()
         for part in parts:
             part.result()
     assert order == [6, 5, 4]
-    assert budget.available == 10
+    assert semaphore.available == 10
 
 
 @given(st.lists(st.integers(0, 15), max_size=12))
 @settings(max_examples=30, deadline=None)
 def test_the_total_is_never_exceeded_and_everything_is_released(amounts: list[int]) -> None:
-    budget, lowest = WeightedSemaphore(10), [10]
+    semaphore, lowest = WeightedSemaphore(10), [10]
 
     def spend(amount: int) -> None:
-        with budget.acquired(amount):  # who wants 15 has all of it
-            lowest.append(budget.available)
+        with semaphore.acquired(amount):  # 15 is more than the total
+            lowest.append(semaphore.available)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(spend, amounts))
     assert min(lowest) >= 0
-    assert budget.available == 10
+    assert semaphore.available == 10
 
 
 def test_an_error_releases_the_semaphore() -> None:
-    budget = WeightedSemaphore(3)
-    with pytest.raises(KeyError), budget.acquired(2):
+    semaphore = WeightedSemaphore(3)
+    with pytest.raises(KeyError), semaphore.acquired(2):
         raise KeyError
-    assert budget.available == 3
+    assert semaphore.available == 3

@@ -139,13 +139,13 @@ class Explainer:
         rows, columns = self.served.grid
         return {"grid": {"rows": rows, "columns": columns}, "image": encode_image(pixels)}
 
-    def _selected_layers(self, asked: ExplainRequest) -> tuple[int, ...]:
+    def _selected_layers(self, request: ExplainRequest) -> tuple[int, ...]:
         """Layers whose attention is sent, from 0."""
         net = self.model.net
         if not isinstance(net, ViT):
             return ()
-        if asked.layers is not None:
-            return tuple(sorted({layer - 1 for layer in asked.layers}))
+        if request.layers is not None:
+            return tuple(sorted({layer - 1 for layer in request.layers}))
         depth = len(net.blocks)
         return tuple(range(depth)) if depth * self._attention_size() <= MAX_DEFAULT_ATTENTION else (depth - 1,)
 

@@ -1,6 +1,6 @@
 """Runs several worker processes on one socket: starts, monitors, restarts and stops them.
 
-The parent stops workers through a pipe. A worker handles only SIGTERM, by draining as if the parent had asked for it.
+The parent stops workers through a pipe. A worker handles only SIGTERM, by draining, as on a stop request of the parent.
 So a signal to the whole process group, as systemd and `timeout` send it, has the same effect as one to the parent.
 """
 
