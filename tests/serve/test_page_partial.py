@@ -132,7 +132,7 @@ def test_what_goes_wrong_on_the_way_is_told(opened: Opened, steps: Steps) -> Non
     page = begun(opened, steps, 3)
     steps.error = True
     steps.allow(10**6)
-    expect(page.locator("#banner-text")).to_contain_text("Something went wrong here")
+    expect(page.locator("#banner-text")).to_contain_text("Internal error")
     expect(page.locator("#status")).to_have_text("")
     steps.error = False
     page.get_by_role("button", name="Occlusion").click()

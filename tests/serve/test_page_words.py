@@ -84,7 +84,7 @@ def test_maps_of_nothing_and_below_nothing_are_told_in_numbers(opened: Opened) -
     page = answered(opened())
     script = """async ([show, values, alone = false]) => {
         const { sentence } = await import('/static/telling.js');
-        const sheet = { image: true, grid: { rows: 1, columns: 2 } }, model = { special: [], methods: [show] };
+        const sheet = { image: true, grid: { rows: 1, columns: 2 } }, model = { prefix_tokens: [], methods: [show] };
         return sentence({ show }, sheet, model, { values, row: null, from: null, hover: alone ? null : 1 });
     }"""
     assert page.evaluate(script, ["gradient", [0, 0]]) == "Row 1, column 2: 0 of the most."
@@ -102,7 +102,7 @@ def test_a_bright_corner_is_not_taken_for_more_than_it_is(opened: Opened) -> Non
         const { sentence } = await import('/static/telling.js'), row = new Float32Array(9).fill(0.05);
         row[best] = 0.6;
         const sheet = { image: true, grid: { rows: 3, columns: 3 } };
-        const model = { special: [], methods: ['rollout'], attention: true, pool: 'gap' };
+        const model = { prefix_tokens: [], methods: ['rollout'], has_attention: true, pool: 'gap' };
         return sentence({ show }, sheet, model, { values: row, row, from, hover });
     }"""
 
