@@ -129,8 +129,8 @@ def test_digits_are_always_available(vitrail):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mnst"], "no built-in data set 'mnst'; did you mean 'mnist'?"),
-        (["--download"], "--download needs the name of a data set, such as vitrail datasets cifar10 --download."),
+        (["mnst"], "no built-in dataset 'mnst'; did you mean 'mnist'?"),
+        (["--download"], "--download needs the name of a dataset, such as vitrail datasets cifar10 --download."),
         (
             ["mnist", "--root", "/no/such/folder"],
             "root=/no/such/folder is not a folder; wanted one that contains mnist.",

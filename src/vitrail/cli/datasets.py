@@ -1,4 +1,4 @@
-"""`vitrail datasets`: list and download the built-in data sets."""
+"""`vitrail datasets`: list and download the built-in datasets."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 WIDE = 100
 """Terminal width from which the list includes download URLs."""
 
-Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="A data set to show in detail.")]
+Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="A dataset to show in detail.")]
 Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="A folder to search before the cache.")]
 Download = Annotated[
-    bool, typer.Option("--download", help="Download the data set unless it is here, and verify its content.")
+    bool, typer.Option("--download", help="Download the dataset unless it is here, and verify its content.")
 ]
 
 
 def datasets(name: Name = None, root: Root = None, download: Download = False, as_json: Json = False) -> None:
-    """List the built-in data sets: number of images, classes, image size, and where they are.
+    """List the built-in datasets: number of images, classes, image size, and where they are.
 
     A folder of class folders, a table, tar shards and hf:user/name can be used as well: see docs/data.md.
     """
     if download and name is None:
-        raise ConfigError("--download needs the name of a data set, such as vitrail datasets cifar10 --download.")
+        raise ConfigError("--download needs the name of a dataset, such as vitrail datasets cifar10 --download.")
     with err.status("searching"):
         from vitrail.data.sources.builtin import ensure_available
         from vitrail.data.sources.catalog import CATALOG
@@ -60,7 +60,7 @@ def _dataset(name: str) -> DatasetInfo:
 
     if found := canonical_name(name):
         return CATALOG[found]
-    raise NotFoundError(f"no built-in data set {name!r}{did_you_mean(name, CATALOG)}")
+    raise NotFoundError(f"no built-in dataset {name!r}{did_you_mean(name, CATALOG)}")
 
 
 def _row(dataset: DatasetInfo, root: str | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Built-in data sets: every layout and location, verified by content."""
+"""Built-in datasets: every layout and location, verified by content."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COUNTS = (30, 10)
 
 
 def raw(entry, seed=0):
-    """A small data set of the same shape."""
+    """A small dataset of the same shape."""
     rng = np.random.default_rng(seed)
     made = {}
     for part, count in zip(("train", "test"), COUNTS, strict=True):

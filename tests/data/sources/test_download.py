@@ -110,12 +110,12 @@ def test_a_folder_that_cannot_be_written_is_named(full, tmp_path):
         get(full, tmp_path)
 
 
-# A data set as a whole
+# A dataset as a whole
 
 
 @pytest.fixture
 def mnist(server, monkeypatch):
-    """A small data set in place of MNIST, on the server."""
+    """A small dataset in place of MNIST, on the server."""
     rng = np.random.default_rng(1)
     made, files = {}, []
     for part, word, count in (("train", "train", 20), ("test", "t10k", 10)):

@@ -1,4 +1,4 @@
-"""Data sets on the hub, with a local HTTP server in its place."""
+"""Datasets on the hub, with a local HTTP server in its place."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_repository_names_are_parsed(spec, wanted):
 
 
 def test_invalid_repository_names_are_refused():
-    with pytest.raises(NotFoundError, match="hf:mnist is not a data set name; wanted hf:user/name"):
+    with pytest.raises(NotFoundError, match="hf:mnist is not a dataset name; wanted hf:user/name"):
         parse_repository("mnist")
 
 
@@ -281,7 +281,7 @@ def test_invalid_repository_names_are_refused():
             "GatedRepo",
             r"someone/animals@v9 is gated: accept its terms at .*/datasets/someone/animals, and use a token",
         ),
-        (401, "RepoNotFound", r"no public data set someone/animals at http.* check the name, or use a token"),
+        (401, "RepoNotFound", r"no public dataset someone/animals at http.* check the name, or use a token"),
         (404, "RevisionNotFound", r"someone/animals has no revision 'v9'"),
         (503, "", r"cannot download someone/animals@v9 from http.*it is not in the cache"),
         (403, "", r"denied access to someone/animals@v9 \(status 403\)"),

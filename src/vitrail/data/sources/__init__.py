@@ -8,8 +8,8 @@ folder.py           one folder per class
 table.py            CSV, TSV or Parquet (parquet.py: images stored inside Parquet files)
 shards.py           tar files in the WebDataset layout, with an index (shard_index.py, tar.py, remote.py)
 stream.py           the same tar files read sequentially, without an index
-hub.py              data sets on the Hugging Face hub
-builtin.py          data sets by name (catalog.py, layouts.py, decoded_cache.py, download.py)
+hub.py              datasets on the Hugging Face hub
+builtin.py          datasets by name (catalog.py, layouts.py, decoded_cache.py, download.py)
 """
 
 from vitrail.data.sources.base import Sample, Source, SourceSplits, Splits, Targets

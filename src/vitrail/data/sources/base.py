@@ -31,7 +31,7 @@ class Sample:
 
 
 class Source(Protocol):
-    """A map-style data set of labeled images.
+    """A map-style dataset of labeled images.
 
     Sources are picklable (worker processes receive a copy) and thread-safe for reading.
     """
@@ -77,7 +77,7 @@ class SourceSplits:
     groups: Iterable[str] | None = None
     """Group of each image of `train`, if the data states it; a group is never split."""
     stratify: bool = False
-    """Hold out an exact fraction of each class; for data sets that never change."""
+    """Hold out an exact fraction of each class; for datasets that never change."""
 
     @property
     def has_eval_split(self) -> bool:

@@ -1,7 +1,7 @@
-"""Built-in data sets by name: found on this machine, or downloaded.
+"""Built-in datasets by name: found on this machine, or downloaded.
 
-They are searched in the folder given with root=, in the cache and in the system's folder for data
-sets, in any layout of layouts.py. Their content is verified against the digest in the catalog.
+They are searched in the folder given with root=, in the cache and in the system's folder for
+datasets, in any layout of layouts.py. Their content is verified against the digest in the catalog.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ DIGITS_TEST_FRACTION = 0.2
 
 @dataclass(frozen=True)
 class DatasetLocation:
-    """The folder of a data set on disk, and the layout of its files."""
+    """The folder of a dataset on disk, and the layout of its files."""
 
     folder: Path
     layout: str
     unambiguous: bool = True
-    """Whether the names of the files and the folder identify the data set."""
+    """Whether the names of the files and the folder identify the dataset."""
 
 
 def open_builtin(name: str, config: DataConfig) -> SourceSplits:
-    """Open the training and test splits of a data set in the catalog."""
+    """Open the training and test splits of a dataset in the catalog."""
     dataset = CATALOG[name]
     splits, notes = _load_or_download(dataset, config.root)
     order = _class_order(dataset, config.class_names)
@@ -49,9 +49,9 @@ def open_builtin(name: str, config: DataConfig) -> SourceSplits:
 
 
 def find_dataset(dataset: DatasetInfo, root: str | None = None) -> DatasetLocation | None:
-    """Where a data set is on this machine; None if it is not there."""
+    """Where a dataset is on this machine; None if it is not there."""
     for location in _candidates(dataset, root):
-        if not location.unambiguous:  # several data sets have files with these names
+        if not location.unambiguous:  # several datasets have files with these names
             try:
                 if _read_verified(dataset, location) is None:
                     continue
@@ -62,7 +62,7 @@ def find_dataset(dataset: DatasetInfo, root: str | None = None) -> DatasetLocati
 
 
 def ensure_available(dataset: DatasetInfo, root: str | None = None) -> None:
-    """Find a data set or download it to the cache, and verify its content."""
+    """Find a dataset or download it to the cache, and verify its content."""
     _load_or_download(dataset, root)
 
 
@@ -104,7 +104,7 @@ def _load_or_download(dataset: DatasetInfo, root: str | None) -> tuple[dict[str,
 def _read_verified(
     dataset: DatasetInfo, location: DatasetLocation, downloaded: bool = False
 ) -> tuple[dict[str, LabeledPixels], bool] | None:
-    """The content, and whether it was verified; None if it is another data set with the same layout."""
+    """The content, and whether it was verified; None if it is another dataset with the same layout."""
     folder, layout = location.folder, location.layout
     if layout in (*SLOW_LAYOUTS, decoded_cache.DECODED) and (cached := decoded_cache.load(dataset, folder)) is not None:
         return cached
@@ -160,7 +160,7 @@ def _digits(dataset: DatasetInfo) -> dict[str, LabeledPixels]:
 
 
 def _class_order(dataset: DatasetInfo, classes: Sequence[str] | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The data set's class indices -> indices into `classes`."""
+    """The dataset's class indices -> indices into `classes`."""
     if classes is None or len(classes) != len(dataset.labels) or set(classes) != set(dataset.labels):
         if classes is not None and len(classes) != len(dataset.labels):
             raise DataError(

@@ -1,7 +1,7 @@
-"""The built-in data sets: content, download URLs, checksums and usual folder names.
+"""The built-in datasets: content, download URLs, checksums and usual folder names.
 
 `digest` is a hash of the decoded content (decoded_cache.py), so files are verified in any layout and
-compression. For data sets without a digest, the published MD5 of the files is checked after a download.
+compression. For datasets without a digest, the published MD5 of the files is checked after a download.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PublishedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetInfo:
-    """A built-in data set."""
+    """A built-in dataset."""
 
     name: str
     title: str

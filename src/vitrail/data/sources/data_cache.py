@@ -1,4 +1,4 @@
-"""The cache folder for data sets, and atomic writes into it."""
+"""The cache folder for datasets, and atomic writes into it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 SYSTEM_DIR = Path("/usr/share/datasets")
-"""Folder of the data sets that Debian packages install."""
+"""Folder of the datasets that Debian packages install."""
 
 
 def cache_dir() -> Path:

@@ -1,4 +1,4 @@
-"""A digest of a data set's content, and a cache of decoded data sets that are slow to decode."""
+"""A digest of a dataset's content, and a cache of decoded datasets that are slow to decode."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def store(dataset: DatasetInfo, splits: dict[str, LabeledPixels], digest: str, o
 def load(dataset: DatasetInfo, origin: Path | None = None) -> tuple[dict[str, LabeledPixels], bool] | None:
     """The memory-mapped decoded copy, and whether its content was verified; None if there is no valid copy.
 
-    origin: for a data set without a published digest, the folder that the copy must have been made from.
+    origin: for a dataset without a published digest, the folder that the copy must have been made from.
     """
     folder = decoded_dir(dataset)
     try:

@@ -1,4 +1,4 @@
-"""Download the published files of built-in data sets, with a progress bar.
+"""Download the published files of built-in datasets, with a progress bar.
 
 An interrupted download leaves a `.part` file and is resumed if the server supports it. If several
 processes need the same file, one downloads it and the others wait.

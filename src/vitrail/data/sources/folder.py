@@ -147,34 +147,34 @@ def scan(root: Path, folder: str) -> FolderScan:
     return found
 
 
-def _collect_files(folder: str, prefix: str, images: list[str], non_images: list[str], above: frozenset[str]) -> None:
-    """Images in a folder and in those inside it; no file is asked for anything but its name and kind."""
-    inner, first = [], len(images)
+def _collect_files(folder: str, prefix: str, images: list[str], non_images: list[str], links: frozenset[str]) -> None:
+    """Append the files below a folder to `images` or `non_images`, by name alone. `links`: targets of links above."""
+    subfolders, first = [], len(images)
     with os.scandir(folder) as entries:
         for entry in entries:
             name = entry.name
             if name[0] == ".":
                 continue
             if entry.is_dir():
-                inner.append(entry)
+                subfolders.append(entry)
             elif _is_image(name):
                 images.append(prefix + name)
             else:
                 non_images.append(prefix + name)
     images[first:] = sorted(images[first:])
-    for entry in sorted(inner, key=lambda e: e.name):
-        passed = above
-        if entry.is_symlink():  # a link may lead back to where we are
+    for entry in sorted(subfolders, key=lambda e: e.name):
+        links_below = links
+        if entry.is_symlink():  # a link may point to a folder above: skip it
             real = os.path.realpath(entry.path)
-            if real in above or f"{os.path.realpath(folder)}{os.sep}".startswith(real + os.sep):
+            if real in links or f"{os.path.realpath(folder)}{os.sep}".startswith(real + os.sep):
                 continue
-            passed = above | {real}
-        _collect_files(entry.path, f"{prefix}{entry.name}/", images, non_images, passed)
+            links_below = links | {real}
+        _collect_files(entry.path, f"{prefix}{entry.name}/", images, non_images, links_below)
 
 
 def _is_image(name: str) -> bool:
-    point = name.rfind(".")
-    return point > 0 and name[point:].lower() in IMAGE_EXTENSIONS
+    dot = name.rfind(".")
+    return dot > 0 and name[dot:].lower() in IMAGE_EXTENSIONS
 
 
 def _subfolders(path: Path) -> list[os.DirEntry[str]]:
@@ -247,9 +247,9 @@ def _source(root: Path, folder: str, found: FolderScan, labels: tuple[str, ...])
     return FolderSource(f"{root.name}{f'/{folder}' if folder else ''}", root, paths, targets, labels)
 
 
-def _format_examples(names: Sequence[str], what: str) -> str:
+def _format_examples(names: Sequence[str], noun: str) -> str:
     """`2 files (a, b)`, `12 files (a, b, c, ...)`."""
-    plural = what if len(names) == 1 else f"{what}es" if what.endswith("s") else f"{what}s"
+    plural = noun if len(names) == 1 else f"{noun}es" if noun.endswith("s") else f"{noun}s"
     more = ", ..." if len(names) > MAX_EXAMPLES else ""
     shown = ", ".join(names[:MAX_EXAMPLES]).encode("utf-8", "replace").decode()  # a name may not be valid Unicode
     return f"{len(names):,} {plural} ({shown}{more})"

@@ -1,4 +1,4 @@
-"""Data sets on the Hugging Face hub, as Parquet: `hf:user/name`, `hf:user/name@revision:config`.
+"""Datasets on the Hugging Face hub, as Parquet: `hf:user/name`, `hf:user/name@revision:config`.
 
 Only the Parquet files of one configuration are downloaded, to the cache of huggingface_hub; its
 offline mode and tokens apply. A repository with other files is read from the branch where the hub
@@ -45,7 +45,7 @@ class HubProgressBar(tqdm):
 
 @dataclass(frozen=True)
 class Repository:
-    """A data set on the hub: repository, revision and configuration."""
+    """A dataset on the hub: repository, revision and configuration."""
 
     name: str
     revision: str | None
@@ -59,13 +59,13 @@ def parse_repository(spec: str) -> Repository:
     match = REPOSITORY_PATTERN.fullmatch(HUB_URL.sub("", spec.strip()).rstrip("/"))
     if match is None:
         raise NotFoundError(
-            f"hf:{spec} is not a data set name; wanted hf:user/name, optionally with @revision or :config."
+            f"hf:{spec} is not a dataset name; wanted hf:user/name, optionally with @revision or :config."
         )
     return Repository(*match.groups())
 
 
 def open_hub(spec: str, config: DataConfig, *, require_labels: bool = True) -> SourceSplits:
-    """Open the splits of a data set on the hub; download what is not in the cache."""
+    """Open the splits of a dataset on the hub; download what is not in the cache."""
     repository = parse_repository(spec)
     try:
         folder, files = _fetch(repository)
@@ -99,12 +99,15 @@ def select_files(names: Sequence[str], card: dict[str, Any], repository: Reposit
     for split, files in configs[wanted].items():
         splits.setdefault(split_from_name(split) or split, []).extend(files)
     train = splits.get("train") or next(iter(splits.values()))
-    others = {s: splits[s] for s in ("validation", "test") if s in splits and splits[s] is not train}
-    return {"train": train, **others}
+    selected = {"train": train}
+    for split in ("validation", "test"):
+        if split in splits and splits[split] is not train:
+            selected[split] = splits[split]
+    return selected
 
 
 def _configs_from_card(names: Sequence[str], card: dict[str, Any]) -> dict[str, dict[str, list[str]]]:
-    """Config -> split -> files, from the metadata of the data set card."""
+    """Config -> split -> files, from the metadata of the dataset card."""
     found: dict[str, dict[str, list[str]]] = {}
     for config in card.get("configs") or []:
         files = config.get("data_files")
@@ -244,7 +247,7 @@ def _translate_error(error: Exception, repository: Repository) -> VitrailError |
     if isinstance(error, errors.RevisionNotFoundError):
         return NotFoundError(f"{repository.name} has no revision {repository.revision!r}; see {page}/tree/main.")
     if isinstance(error, errors.RepositoryNotFoundError):
-        return NotFoundError(f"no public data set {repository.name} at {hub}; check the name, or {token}.")
+        return NotFoundError(f"no public dataset {repository.name} at {hub}; check the name, or {token}.")
     if _is_unreachable(error):
         reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         if constants.HF_HUB_OFFLINE:

@@ -1,4 +1,4 @@
-"""Read the files of built-in data sets in their usual layouts.
+"""Read the files of built-in datasets in their usual layouts.
 
 IDX            train-images-idx3-ubyte and the three other files, with or without .gz
 pickles        CIFAR's data_batch_1 ... test_batch, or train and test
@@ -37,7 +37,7 @@ IMAGE_SIDE = 32
 
 
 def detect_layout(folder: Path, dataset: DatasetInfo) -> str | None:
-    """The layout of this data set in a folder, detected by file names; None if it is not there."""
+    """The layout of this dataset in a folder, detected by file names; None if it is not there."""
     if not folder.is_dir():
         return None
     for name, find in LAYOUTS.items():

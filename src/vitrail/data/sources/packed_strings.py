@@ -18,10 +18,10 @@ class PackedStrings:
     """An immutable sequence of strings; file names that are not valid UTF-8 are preserved."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
-        parts = [text.encode("utf-8", "surrogateescape") for text in texts]
-        self._text = b"".join(parts)
-        self._ends = np.zeros(len(parts) + 1, np.int64)
-        np.cumsum([len(part) for part in parts], out=self._ends[1:])
+        encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
+        self._text = b"".join(encoded)
+        self._ends = np.zeros(len(encoded) + 1, np.int64)
+        np.cumsum([len(text) for text in encoded], out=self._ends[1:])
 
     def __len__(self) -> int:
         return len(self._ends) - 1

@@ -66,10 +66,10 @@ class ParquetSource:
         self._rows = np.array([rows for _, _, rows, _ in groups], np.int64)
         self._ends = np.cumsum(self._rows)  # G
         self._bytes = sum(size for *_, size in groups)
-        firsts: dict[int, int] = {}
+        first_rows: dict[int, int] = {}
         for (f, _), end, rows in zip(self._groups, self._ends, self._rows, strict=True):
-            firsts.setdefault(f, int(end - rows))
-        self._firsts = np.array([firsts.get(f, 0) for f in range(len(files))], np.int64)
+            first_rows.setdefault(f, int(end - rows))
+        self._first_rows = np.array([first_rows.get(f, 0) for f in range(len(files))], np.int64)
         self._reset_process_state()
 
     def _reset_process_state(self) -> None:
@@ -97,14 +97,14 @@ class ParquetSource:
 
     def key(self, index: int) -> str:
         index = range(len(self))[index]
-        file = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        return f"{self.files[file].name}:{index - int(self._firsts[file])}"
+        file = int(np.searchsorted(self._first_rows, index, side="right")) - 1
+        return f"{self.files[file].name}:{index - int(self._first_rows[file])}"
 
     def update_hash(self, hasher: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
         """Update a hashlib object with file names, first rows of the files, and row indices (None: all)."""
         numbers = np.arange(len(self)) if indices is None else indices
         names = "\0".join(file.name for file in self.files).encode("utf-8", "surrogateescape")
-        hasher.update(names + self._firsts.astype("<i8").tobytes() + numbers.astype("<i8").tobytes())
+        hasher.update(names + self._first_rows.astype("<i8").tobytes() + numbers.astype("<i8").tobytes())
 
     @property
     def blocks(self) -> tuple[int, ...] | None:
@@ -129,7 +129,7 @@ class ParquetSource:
             self._cached_groups[group] = found
             while (
                 len(self._cached_groups) > 1
-                and sum(kept.nbytes for kept in self._cached_groups.values()) > self._cache_limit
+                and sum(cached.nbytes for cached in self._cached_groups.values()) > self._cache_limit
             ):
                 self._cached_groups.popitem(last=False)
             return found

@@ -53,7 +53,7 @@ def parse_source(text: str) -> SourceSpec:
 
 
 def canonical_name(name: str) -> str | None:
-    """The catalog's name of a data set (CIFAR-10 -> cifar10), or None if it is not in the catalog."""
+    """The catalog's name of a dataset (CIFAR-10 -> cifar10), or None if it is not in the catalog."""
     letters = re.sub(r"[^a-z0-9]", "", name.lower())
     found = next((known for known in CATALOG if known.replace("-", "") == letters), None)
     return found if re.fullmatch(r"[\w\- ]+", name) else None
@@ -64,7 +64,7 @@ def _with_kind(kind: str, location: str) -> SourceSpec:
         return SourceSpec(kind, location)
     if name := canonical_name(location):
         return SourceSpec(kind, name)
-    raise NotFoundError(f"no built-in data set {location!r}{did_you_mean(location, CATALOG)}")
+    raise NotFoundError(f"no built-in dataset {location!r}{did_you_mean(location, CATALOG)}")
 
 
 def _detect(text: str) -> SourceSpec:
@@ -88,7 +88,7 @@ def _detect(text: str) -> SourceSpec:
     if "/" in text or "\\" in text:
         raise NotFoundError(f"no file or folder {path} (relative to {Path.cwd()}).")
     raise NotFoundError(
-        f"no data source {text!r}: not a built-in data set, and not a file or folder in {Path.cwd()}"
+        f"no data source {text!r}: not a built-in dataset, and not a file or folder in {Path.cwd()}"
         f"{did_you_mean(text, CATALOG)}"
     )
 

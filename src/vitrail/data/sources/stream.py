@@ -44,7 +44,7 @@ LIMITATIONS = (
 
 
 class ShardStream:
-    """An iterable data set of labeled images in tar shards."""
+    """An iterable dataset of labeled images in tar shards."""
 
     def __init__(self, name: str, shards: Sequence[str], labels: Sequence[str], config: DataConfig) -> None:
         self.name = name
@@ -223,13 +223,14 @@ class StreamReader:
         epoch, first, skip = start
         found = False
         while True:
-            for number, shard in enumerate(self._shards(epoch)[first:], start=first):
+            for shard_index, shard in enumerate(self._shards(epoch)[first:], start=first):
                 for member, (key, value, image) in enumerate(self.stream.read(shard)):
-                    if member < skip or not self._is_mine(number, member):
+                    if member < skip or not self._is_mine(shard_index, member):
                         continue
                     key = f"{self.shard_names[shard]}/{key}"
                     found = True
-                    yield StreamPosition(epoch, number, member), Sample(key, image, self.stream.target(value, key))
+                    target = self.stream.target(value, key)
+                    yield StreamPosition(epoch, shard_index, member), Sample(key, image, target)
                 skip = 0
             if not found:
                 raise DataError(f"{self.stream.name} has no images for worker {self.worker} of {self.num_workers}.")
