@@ -38,9 +38,9 @@ def test_a_pattern_chooses(vitrail, pattern, names):
     assert {m["name"] for m in listed} == names - ({"R50+ViT-L/32@384"} if wild else set())
 
 
-def test_families_show_what_they_were_compared_with(vitrail):
+def test_families_show_what_they_were_verified_against(vitrail):
     result = vitrail("models", "DeiT-*")
-    assert "compared with" in result.out
+    assert "verified against" in result.out
     assert "timm (the authors build on it); transformers" in result.out
     assert "SigLIP" not in result.out
 
@@ -78,7 +78,7 @@ def test_json_is_complete_and_alone(vitrail):
     assert (only["parameters"], only["image_size"], only["family"]) == (86_567_656, [224, 224], "ViT")
     assert only["checkpoint"] == "timm/vit_base_patch16_224.augreg_in21k_ft_in1k"
     assert "google/vit-base-patch16-224" in only["aliases"]
-    assert report["families"]["ViT"]["checked"]
+    assert report["families"]["ViT"]["verified_against"]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def models(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the models: parameters, FLOPs, public weights, and what each family was compared with.
+    """List the models: parameters, FLOPs, public weights, and what each family was verified against.
 
     The name of a single model also shows its settings and its names in other libraries.
     """
@@ -50,8 +50,8 @@ def models(
         rows = [_row(v) for v in chosen]
     families = {v.family: FAMILIES[v.family] for v in chosen}
     if as_json:
-        checked = {name: {"title": f.title, "verified_against": f.verified_against} for name, f in families.items()}
-        typer.echo(json.dumps({"models": rows, "families": checked}, indent=2))
+        verified = {name: {"title": f.title, "verified_against": f.verified_against} for name, f in families.items()}
+        typer.echo(json.dumps({"models": rows, "families": verified}, indent=2))
         return
     wide = out.width >= WIDE or len(rows) == 1
     print_plain(_sizes(rows, wide))
@@ -131,7 +131,7 @@ def _sizes(rows: list[dict[str, Any]], wide: bool) -> Table:
 
 
 def _families(families: dict[str, Family]) -> Table:
-    table = Table("family", "description", "compared with", box=None, header_style="bold", pad_edge=False)
+    table = Table("family", "description", "verified against", box=None, header_style="bold", pad_edge=False)
     for name, family in families.items():
         table.add_row(
             name,

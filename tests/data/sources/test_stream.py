@@ -94,6 +94,10 @@ def stream_of_five(tmp_path_factory, make_tar, png_bytes):
     return open_source_splits(DataConfig(source=f"stream:{folder}", class_names=["all"])).train
 
 
+def test_the_random_stream_has_its_fixed_number():
+    assert module.SHUFFLE == 0x8B672A17  # another number would change the order of every run
+
+
 def test_a_state_is_a_position_and_a_count(stream):
     reader = stream.samples(buffer=4)
     keys(reader, 9)  # two buffers of four, and one of the third

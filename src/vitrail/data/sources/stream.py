@@ -1,6 +1,6 @@
 """Tar shards read sequentially, without an index; for shards too many or too remote to index.
 
-A stream_id guarantees less than other sources. The order depends on the number of ranks and workers,
+A stream guarantees less than other sources. The order depends on the number of ranks and workers,
 so a run resumes exactly only with the same numbers. The number of images is unknown. No images can
 be held out, because there is no random access. In return, nothing is read before it is used.
 
@@ -32,13 +32,13 @@ from vitrail.data.sources.shards import find_label, short_names
 from vitrail.errors import DataError, TrainError, did_you_mean
 from vitrail.rng import derive_seed, permute_indices, stream_id
 
-SHUFFLE = stream_id("stream_id of shards")
+SHUFFLE = stream_id("stream of shards")
 BUFFER_SIZE = 1000
 """Samples in each worker's shuffle buffer."""
 NUM_SAMPLES_CHECKED = 16
 """Samples read to detect multi-label data."""
 LIMITATIONS = (
-    "a stream_id has no index: the order of samples depends on the number of ranks and workers, "
+    "a stream has no index: the order of samples depends on the number of ranks and workers, "
     "and a run resumes exactly only with the same numbers"
 )
 
@@ -130,16 +130,16 @@ class StreamReader:
 
     def __init__(
         self,
-        stream_id: ShardStream,
+        stream: ShardStream,
         worker: int,
         num_workers: int,
         seed: int,
         buffer: int,
         state: dict[str, Any] | None,
     ) -> None:
-        self.stream, self.worker, self.num_workers = stream_id, worker, num_workers
+        self.stream, self.worker, self.num_workers = stream, worker, num_workers
         self.seed, self.buffer = seed, max(buffer, 1)
-        self.shard_names = dict(zip(stream_id.shards, short_names(stream_id.shards), strict=True))
+        self.shard_names = dict(zip(stream.shards, short_names(stream.shards), strict=True))
         start, drawn = StreamPosition(0, 0, 0), 0
         if state is not None:
             start, drawn = self._parse_state(state)
@@ -193,9 +193,9 @@ class StreamReader:
         for field, current in self._identity().items():
             if state.get(field) != current:
                 raise TrainError(
-                    f"{self.stream.name}: the saved state of the stream_id is for {descriptions[field]} "
-                    f"({state.get(field)}, now {current}), and a stream_id resumes only with the same settings; "
-                    "use shards: instead of stream_id: to resume with others."
+                    f"{self.stream.name}: the saved state of the stream is for {descriptions[field]} "
+                    f"({state.get(field)}, now {current}), and a stream resumes only with the same settings; "
+                    "use shards: instead of stream: to resume with others."
                 )
         return StreamPosition(state["epoch"], state["shard"], state["member"]), state["drawn"]
 
