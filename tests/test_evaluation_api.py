@@ -209,7 +209,7 @@ def test_several_labels_have_average_precisions_with_an_interval(tmp_path: Path)
 def test_one_class_can_be_measured_and_what_cannot_be_said_is(vit: vitrail.Model, tmp_path: Path):
     found = evaluated(vit, image_folder(tmp_path / "photos", {"cat": 4}))
     assert found.first.scores.count == 4
-    assert found.notes == ("all images have one class, 'cat': how well others are told from it cannot be said",)
+    assert found.notes == ("all images have one class, 'cat': accuracy says nothing about the other classes",)
     write_evaluation(found, tmp_path / "out")
     assert not (tmp_path / "out" / "confusion.png").exists()
 
@@ -225,7 +225,7 @@ def test_images_that_cannot_be_read_are_left_out_if_asked(vit: vitrail.Model, tm
 
 
 def test_a_model_without_classes_is_refused(album: Path):
-    with pytest.raises(ModelError, match="no classes to be right or wrong about"):
+    with pytest.raises(ModelError, match="has no classes, only features"):
         evaluated(model(small(num_classes=0), task="embed"), album)
 
 
@@ -258,7 +258,7 @@ def test_real_labels_stand_beside_the_plain_ones(tmp_path: Path, monkeypatch: py
     assert found.first.real.top1.value == 0.5
     assert found.first.samples.truth.tolist() == [999, 999, 999]
     (tmp_path / "other.json").write_text('{"nobody.jpg": [1]}')
-    with pytest.raises(DataError, match="do not go with these images"):
+    with pytest.raises(DataError, match="do not match these images"):
         evaluated(named, tmp_path / "val", real=tmp_path / "other.json")
     with pytest.raises(NotFoundError):
         evaluated(named, tmp_path / "val", real=tmp_path / "none.json")

@@ -153,7 +153,7 @@ def test_embed_says_what_it_needs(vitrail, weights):
     assert "embed needs --data SPEC:" in result.problems[0]
     assert "embed needs --out FILE:" in vitrail("embed", "-m", weights, "--data", "digits").problems[0]
     result = vitrail("embed", "-m", weights, "--data", "digits", "--out", "features.csv")
-    assert result.problems == ["--out features.csv: features are written as Parquet; call it features.parquet."]
+    assert result.problems == ["--out features.csv: wanted a .parquet file; try features.parquet."]
 
 
 def test_killed_at_any_part_it_goes_on_to_the_same_bytes(tmp_path):

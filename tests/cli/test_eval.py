@@ -49,7 +49,7 @@ def measured(vitrail: Command, weights: Path):
 def test_every_number_has_its_interval_beside_it(measured, album: Path):
     lines = measured(album).out.splitlines()
     assert lines[0].endswith("small on album")
-    assert lines[1] == "10 images of 2 classes, 5 known, 32 px"
+    assert lines[1] == "10 images, 2 of 5 classes, 32 px"
     found = {line.split("  ")[0]: line.split() for line in lines if line.startswith(("top-1", "loss", "calibration"))}
     assert set(found) == {"top-1", "loss", "calibration error"}
     for words in found.values():
@@ -93,7 +93,7 @@ def test_json_says_the_same(measured, album: Path):
 def test_several_sizes_are_a_table_that_fits_eighty_columns(measured, album: Path):
     out = measured(album, "--image-size", "32,48,24x40", "--flip").out
     assert max(map(len, out.splitlines())) <= 80
-    assert "each with its mirror image" in out
+    assert "averaged with mirror images" in out
     assert "against 32" in out
     for name in ("32 ", "48 ", "24x40 "):
         assert sum(line.startswith(name) for line in out.splitlines()) == 1
@@ -145,7 +145,7 @@ def test_classes_that_do_not_match_are_refused(vitrail: Command, weights: Path, 
 def test_a_model_without_classes_is_refused(vitrail: Command, headless: Path, album: Path):
     result = vitrail("eval", "-m", headless, "--data", album)
     assert (result.status, len(result.problems)) == (1, 1)
-    assert "no classes to be right or wrong about" in result.problems[0]
+    assert "has no classes, only features" in result.problems[0]
 
 
 def test_an_empty_folder_and_images_without_labels_are_refused(vitrail: Command, weights: Path, tmp_path: Path):
@@ -167,7 +167,7 @@ def test_unreadable_images_are_refused_by_name_or_left_out(vitrail: Command, wei
     assert "--skip-bad" in result.problems[0]
     result = vitrail("eval", "-m", weights, "--data", folder, "--skip-bad")
     assert result.status == 0
-    assert "1 image could not be read and was left out" in result.out
+    assert "1 unreadable image skipped" in result.out
 
 
 def test_one_class_is_measured_and_said(vitrail: Command, weights: Path, tmp_path: Path):
@@ -186,7 +186,7 @@ def test_without_a_model_the_one_that_ships_is_measured(vitrail: Command, album:
     result = vitrail("eval", "--data", album, "--device", "cpu")
     assert result.status == 0, result.err
     assert result.out.startswith("vitrail/")
-    assert "10 images of 2 classes, 10 known" in result.out
+    assert "10 images, 2 of 10 classes" in result.out
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def test_features_that_tell_the_classes_apart_score_full(vitrail, weights, color
 def test_a_table_for_people_has_the_interval_beside_each_number(vitrail, weights, colors):
     result = vitrail("probe", "-m", weights, "--data", colors, "--method", "knn,fewshot", "--shots", "5", "--k", "3")
     lines = result.out.splitlines()
-    assert lines[0] == "36 images of 3 classes to learn from, 18 to measure on"
+    assert lines[0] == "36 training images, 18 test images, 3 classes"
     assert [line.split()[0] for line in lines[4:]] == ["k-NN", "few-shot"]
     assert "100.00 %   82.4 to 100.0" in lines[4]
     assert "over 3 seeds" in lines[5]
@@ -76,7 +76,7 @@ def test_fewer_images_are_each_classs_share(vitrail, weights, colors):
         "probe", "-m", weights, "--data", colors, "--method", "knn", "--k", "1", "--max-images", "9", "--json"
     )
     assert (json.loads(result.out)["num_train"], json.loads(result.out)["num_test"]) == (9, 9)
-    assert any("9 of 36 using" in note for note in result.notes)
+    assert any("using 9 of 36 images" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_what_was_not_asked_for_and_cannot_be_is_left_out_and_said(vitrail, weig
     assert [s["shots"] for s in found if s["method"] == "fewshot"] == [1]
     assert [s["k"] for s in found if s["method"] == "knn"] == [12]
     assert any("5, 10 and 25 shots are skipped: the class with the fewest images has 4" in n for n in result.notes)
-    assert any("all 12 images training images vote, because there are fewer than 20" in n for n in result.notes)
+    assert any("all 12 training images vote, because there are fewer than 20" in n for n in result.notes)
 
 
 def test_a_class_without_training_images_costs_few_shot_and_nothing_else(vitrail, weights, tmp_path):
@@ -144,7 +144,7 @@ def test_features_without_a_test_part_are_split_and_that_is_said(vitrail, weight
     result = vitrail("probe", "--features", tmp_path / "f.parquet", "--method", "knn", "--k", "1", "--json")
     found = json.loads(result.out)
     assert found["num_train"] + found["num_test"] == 36
-    assert any("there are no test images" in n and "held out to measure on" in n for n in result.notes)
+    assert any("there are no test images" in n and "held out for testing" in n for n in result.notes)
     direct = json.loads(
         vitrail("probe", "-m", weights, "--data", folder / "train", "--method", "knn", "--k", "1", "--json").out
     )

@@ -108,15 +108,15 @@ def test_those_to_choose_by_come_from_the_validation_part_where_there_is_one():
 def test_fewer_images_are_parted_four_to_one_and_said(caplog):
     learn, choose = sample_train_validation(Images([b""] * 50), None, DTD)
     assert (len(learn), len(choose)) == (40, 10)
-    assert "DTD has 50 images, not 1,000: 40 learn, 10 choose." in caplog.text
-    with pytest.raises(DataError, match="too few to keep some aside"):
+    assert "DTD has 50 images, not 1,000: 40 for training, 10 for validation." in caplog.text
+    with pytest.raises(DataError, match="too few for a validation split"):
         sample_train_validation(Images([b""] * 3), None, DTD)
 
 
 def test_data_without_a_test_part_is_one_sentence(tmp_path):
     for i in range(4):
         draw(tmp_path / "dtd" / "ab"[i % 2] / f"{i}.png")
-    with pytest.raises(DataError, match="has no test part"):
+    with pytest.raises(DataError, match="has no test split"):
         open_task(DTD, str(tmp_path / "dtd"), tmp_path)
 
 

@@ -279,7 +279,7 @@ def test_a_run_without_snapshots_is_told_how_to_get_them(run: Path, tmp_path: Pa
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path):
-    with pytest.raises(NotFoundError, match="is no run folder"):
+    with pytest.raises(NotFoundError, match="is not a run folder"):
         timeline(tmp_path, tmp_path / "out")
 
 

@@ -296,7 +296,7 @@ def test_very_many_classes_show_the_worst_only(finished: Path):
     source, net = Images(600, labels), randomized(build(MODEL.replace(num_classes=150)))
     page = report(finished, net, scores=measured(net, source), source=source, labels=labels)
     assert "Most frequent confusions:" in page.text
-    assert re.search(r"The 16 weakest of 1[45]\d classes", page.text)
+    assert re.search(r"The 16 worst of 1[45]\d classes", page.text)
     assert "The right class is among the first five for" in page.text
     assert not [a for a in page.all("table") if a.get("class") == "matrix"]
     assert len(page.html) < 200_000
@@ -385,7 +385,7 @@ def test_an_image_that_cannot_be_read_any_more_is_left_out(finished: Path, net: 
 
     page = report(finished, net, scores=measured(net, Images()), source=Gone())
     assert "There are no images to show." in page.text
-    assert "There is none to show." in page.text
+    assert "There are none to show." in page.text
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, net: Net):

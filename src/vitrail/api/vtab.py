@@ -99,8 +99,10 @@ def vtab(
     if not any(task.name in present for task in requested):
         what = f"the task {requested[0].name}" if len(requested) == 1 else f"any of the {len(requested)} tasks"
         raise DataError(f"{root} does not contain {what}; wanted a folder such as {requested[0].name}.")
-    vit = model if isinstance(model, Model) else None
-    if vit is None and method == "linear":
+    vit: Model | None = None
+    if isinstance(model, Model):
+        vit = model
+    elif method == "linear":
         vit = load(model, device=device, image_size=image_size)
     scores = []
     for task in requested:

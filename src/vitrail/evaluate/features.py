@@ -94,10 +94,10 @@ def _layer_tokens(net: ViT, images: Tensor, layers: Collection[int]) -> Iterator
     x, grid = net.embed(images)
     if 0 in layers:
         yield 0, x
-    within = None
+    qk_transform = None
     for i, block in enumerate(list(net.blocks)[: max(layers)]):
-        x, within = net.before(i, x, grid, within)
-        x = block(x, within)
+        x, qk_transform = net.apply_position(i, x, grid, qk_transform)
+        x = block(x, qk_transform)
         if i + 1 in layers:
             yield i + 1, x
 
