@@ -132,7 +132,7 @@ def test_a_network_without_a_head_embeds(photograph):
 def test_without_classes_predict_says_so_in_a_sentence(photograph, classes):
     features = model(small(num_classes=classes), task="embed", origin="facebook/dino-vits16")
     for call in (features.predict, features.logits):
-        with pytest.raises(ModelError, match=r"^facebook/dino-vits16 has no classes: it gives features\. Use embed"):
+        with pytest.raises(ModelError, match=r"^facebook/dino-vits16 has no classes: it outputs features\. Use embed"):
             call(photograph)
 
 

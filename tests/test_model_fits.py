@@ -28,7 +28,7 @@ def test_a_network_with_other_classes_than_its_card_is_refused(vit: vitrail.Mode
     with pytest.raises(ModelError) as caught:
         vitrail.Model(vit.net.with_classes(10), vit.info)
     assert str(caught.value) == (
-        "the network has num_classes=10, and its info says num_classes=5: the info is of another network. "
+        "the network has num_classes=10, but the model info has num_classes=5: it describes another network. "
         "Load the checkpoint with these settings, or pass info.replace(config=net.config, labels=None)."
     )
     net = vit.net.with_classes(10)
@@ -42,7 +42,7 @@ def test_a_network_with_other_classes_than_its_card_is_refused(vit: vitrail.Mode
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"classes": 3}, "num_classes=3"),
+        ({"num_classes": 3}, "num_classes=3"),
         ({"channels": 1}, "channels=1"),
         ({"image_size": 64}, r"image_size=\[64, 64\]"),
         ({"width": 64, "mlp_dim": 128}, "width=64, mlp_dim=128"),
@@ -55,12 +55,12 @@ def test_a_network_with_other_classes_than_its_card_is_refused(vit: vitrail.Mode
     ],
 )
 def test_any_other_difference_that_matters_is_refused(vit: vitrail.Model, changes: dict, said: str) -> None:
-    with pytest.raises(ModelError, match=f"the network has {said}, and its info says"):
+    with pytest.raises(ModelError, match=f"the network has {said}, but the model info has"):
         vitrail.Model(build(small(**changes)), vit.info)
 
 
 def test_a_bit_is_no_vit(vit: vitrail.Model) -> None:
-    with pytest.raises(ModelError, match="the network has kind=BiTConfig, and its info says kind=ViTConfig"):
+    with pytest.raises(ModelError, match="the network has type=BiTConfig, but the model info has type=ViTConfig"):
         vitrail.Model(model(BIT).net, vit.info)
 
 
@@ -72,15 +72,15 @@ def test_what_matters_only_in_training_may_differ() -> None:
 
 def test_a_preprocessing_of_other_channels_is_refused(vit: vitrail.Model) -> None:
     gray = PreprocessConfig(image_size=32, mean=(0.5,), std=(0.5,))
-    with pytest.raises(ModelError, match=r"takes images of 3 channels, and its preprocessing gives 1; load it with"):
+    with pytest.raises(ModelError, match=r"takes images with 3 channels, but its preprocessing gives 1; load it with"):
         vitrail.Model(vit.net, vit.info.replace(preprocess=gray))
 
 
 def test_a_network_and_a_card_set_later_must_fit_too(vit: vitrail.Model) -> None:
-    with pytest.raises(ModelError, match="the network has num_classes=10, and its info says num_classes=5"):
+    with pytest.raises(ModelError, match="the network has num_classes=10, but the model info has num_classes=5"):
         vit.net = vit.net.with_classes(10)
     other = vit.info.replace(config=vit.config.replace(num_classes=3), labels=None)
-    with pytest.raises(ModelError, match="the network has num_classes=5, and its info says num_classes=3"):
+    with pytest.raises(ModelError, match="the network has num_classes=5, but the model info has num_classes=3"):
         vit.info = other
     assert len(vit.predict(gradient())) == 5
     again = vit.net.rebuild(vit.config, {})
@@ -101,7 +101,7 @@ def test_a_head_replaced_by_hand_names_no_classes(config: object) -> None:
     replaced.net.head = nn.Linear(replaced.net.head.in_features, 10)
     for call in (replaced.predict, replaced.logits):
         with pytest.raises(
-            ModelError, match=r"gives 10 outputs, and its config says num_classes=5.*net.with_classes\(10\)"
+            ModelError, match=r"gives 10 outputs, but its config has num_classes=5.*net.with_classes\(10\)"
         ):
             call(gradient())
 

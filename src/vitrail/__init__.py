@@ -1,4 +1,4 @@
-"""Vision Transformers: build any, load every public checkpoint exactly, look inside, run fast."""
+"""Vision Transformers in PyTorch: create, load, train, evaluate, explain, export and serve them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Where each public name lives. They are imported when first used: `import vitrail` costs no torch.
-_HOMES = {
+# The module of each public name. They are imported on first use, so that `import vitrail` does not import torch.
+_MODULE_OF = {
     "Evaluation": "vitrail.api",
     "Model": "vitrail.api",
     "Prediction": "vitrail.api",
@@ -79,17 +79,19 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    if name in _HOMES:
-        found = getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULE_OF:
+        found = getattr(importlib.import_module(_MODULE_OF[name]), name)
         package = sys.modules.get(f"vitrail.{name}")
-        if package is not None:  # of the function's name: what is in it stays in reach, as vitrail.train.loop
+        if (
+            package is not None
+        ):  # a package with the function's name: its modules stay accessible, as vitrail.train.loop
             found.__dict__.update({key: value for key, value in vars(package).items() if not key.startswith("_")})
         return found
     raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
 
 
 def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # an import that is felt in `vitrail --help`
+    from importlib.metadata import PackageNotFoundError, version  # would slow down `vitrail --help`
 
     try:
         return version("vitrail")
@@ -102,10 +104,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This package: `vitrail.train`, `evaluate` and `export` are always the functions of these names."""
+    """The type of this package: keeps `vitrail.train`, `evaluate` and `export` bound to the functions."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _HOMES or not isinstance(value, ModuleType):  # importing vitrail/train would bind its name
+        if name not in _MODULE_OF or not isinstance(value, ModuleType):  # as on import of vitrail/train
             super().__setattr__(name, value)
 
 

@@ -66,7 +66,7 @@ def test_what_a_format_cannot_express_is_refused_by_name(vitrail, tmp_path):
     model(small(num_registers=4)).save(tmp_path / "registers")
     result = vitrail("convert", tmp_path / "registers", tmp_path / "out.pth", "--to", "torchvision")
     assert (result.status, result.out) == (1, "")
-    assert result.problems == ["torchvision's format has no place for registers."]
+    assert result.problems == ["torchvision's format cannot represent registers."]
     assert everything(tmp_path) == ["registers", "registers/config.json", "registers/model.safetensors"]
 
 
@@ -75,7 +75,7 @@ def test_small_differences_need_an_option(vitrail, tmp_path):
     target = tmp_path / "out.pth"
     result = vitrail("convert", tmp_path / "tanh", target, "--to", "torchvision")
     assert result.status == 1
-    assert "Pass --approximate (approximate=True) to write it all the same." in result.problems[0]
+    assert "Pass --approximate (approximate=True) to write it anyway." in result.problems[0]
     assert not target.exists()
     result = vitrail("convert", tmp_path / "tanh", target, "--to", "torchvision", "--approximate")
     assert result.status == 0
@@ -84,8 +84,8 @@ def test_small_differences_need_an_option(vitrail, tmp_path):
 
 def test_settings_the_written_file_does_not_state_are_noted(vitrail, weights, tmp_path):
     result = vitrail("convert", weights, tmp_path / "out.pth", "--to", "torchvision")
-    assert any("does not carry class names" in note for note in result.notes)
-    assert any("does not carry preprocessing (resize=squash, " in note for note in result.notes)
+    assert any("does not store class names" in note for note in result.notes)
+    assert any("does not store preprocessing (resize=squash, " in note for note in result.notes)
     assert vitrail("convert", weights, tmp_path / "timm", "--to", "timm").err == ""
 
 
@@ -130,7 +130,7 @@ def test_overwrite_replaces_a_checkpoint_and_nothing_else(vitrail, weights, tmp_
     (target / "holiday.jpg").write_text("precious")
     result = vitrail("convert", weights, target, "--overwrite")
     assert result.status == 1
-    assert "it also holds holiday.jpg" in result.problems[0]
+    assert "it also contains holiday.jpg" in result.problems[0]
     assert (target / "holiday.jpg").exists()
 
 
@@ -139,7 +139,7 @@ def test_a_failure_while_writing_leaves_nothing(vitrail, weights, tmp_path, monk
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writers, "_stored", fail)
+    monkeypatch.setattr(writers, "_little_endian", fail)
     monkeypatch.setattr(writers.torch, "save", fail)
     result = vitrail("convert", weights, tmp_path / "out", "--to", to)
     assert result.status == 1
@@ -157,7 +157,7 @@ def test_an_interrupt_while_writing_leaves_what_was_there(vitrail, weights, tmp_
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writers, "_stored", interrupt)
+    monkeypatch.setattr(writers, "_little_endian", interrupt)
     monkeypatch.setattr(writers.torch, "save", interrupt)
     assert vitrail("convert", weights, target, "--to", to, "--overwrite").status == 130
     assert everything(tmp_path) == before

@@ -119,7 +119,7 @@ def test_a_file_that_is_there_is_not_replaced_unasked(vitrail, tiny, tmp_path):
     [
         ("tiny.pt2", ["--to", "onnx"], r"ends in \.onnx; try .*tiny\.onnx, or leave --to out for pt2"),
         ("no/tiny.pt2", [], "there is no folder"),
-        ("tiny.pt2", ["--labels", "none.txt"], "no such file of class names"),
+        ("tiny.pt2", ["--labels", "none.txt"], "no such class names file"),
         ("tiny.pt2", ["--check", "nowhere"], "no data source 'nowhere'"),
         ("tiny.xml", ["--precision", "i8", "--calibrate", "nowhere"], "no data source 'nowhere'"),
     ],

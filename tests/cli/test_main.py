@@ -206,7 +206,7 @@ def test_on_a_terminal_results_and_notes_are_plain(weights, tmp_path):
     status, text = on_a_terminal(80, "predict", tmp_path / "a.png", "-m", weights, "--top", 2, "--image-size", 64)
     assert status == 0
     lines = [line.split("\r")[-1] for line in text.splitlines()]
-    assert "note: positions were resampled to 64x64 as timm does it." in lines
+    assert "note: position embeddings were resampled to 64x64 (timm method)." in lines
     assert lines[-3].endswith("a.png")
     assert re.fullmatch(r" +\d+\.\d %  \w+", lines[-1])
 

@@ -94,7 +94,7 @@ def test_json_is_alone_on_standard_output(vitrail, weights, photos):
     assert [entry["path"] for entry in said] == [str(photos / name) for name in IN_ORDER]
     assert [len(entry["predictions"]) for entry in said] == [3] * 6
     assert set(said[0]["predictions"][0]) == {"label", "score", "index"}
-    assert result.notes == ["positions were resampled to 64x64 as timm does it."]
+    assert result.notes == ["position embeddings were resampled to 64x64 (timm method)."]
 
 
 def test_logits_are_given_when_asked_for(vitrail, weights, image):
@@ -141,7 +141,7 @@ def test_a_destination_that_cannot_be_is_told_before_the_work(vitrail, image, tm
 def test_another_size_need_not_be_square(vitrail, weights, image):
     result = vitrail("predict", image, "-m", weights, "--image-size", "288x192")
     assert result.status == 0
-    assert result.notes == ["positions were resampled to 288x192 as timm does it."]
+    assert result.notes == ["position embeddings were resampled to 288x192 (timm method)."]
     for wrong in ("abc", "0", "12x", "1x2x3", "-4"):
         result = vitrail("predict", image, "-m", weights, f"--image-size={wrong}")
         assert result.problems == [f"--image-size wants 384 or 384x288 (height x width), got {wrong!r}."]

@@ -113,7 +113,7 @@ def test_arrays_of_other_machines_and_orders_are_read(tmp_path: Path):
     np.savez(tmp_path / "x.npz", big=values.astype(">f4"), columns=np.asfortranarray(values), name=np.array("ViT"))
     archive = open_archive(tmp_path / "x.npz")
     check(archive, {"big": torch.from_numpy(values), "columns": torch.from_numpy(values)})
-    assert archive.notes == ["put aside name: not tensors"]
+    assert archive.notes == ["ignored name: not tensors"]
 
 
 def test_shapes_and_membership_read_nothing(tmp_path: Path):
@@ -230,7 +230,7 @@ def test_what_is_not_a_tensor_is_put_aside_and_kept(tmp_path: Path):
     check(archive, TENSORS)
     around = {"epoch": 3, "args": {"model": "vit_tiny", "lr": 0.1}, "sections": ["model", "epoch", "args"]}
     assert archive.extras == around | {"version": "1.0", "none": None}
-    assert archive.notes == ["put aside version, none: not tensors"]
+    assert archive.notes == ["ignored version, none: not tensors"]
 
 
 def test_the_prefixes_of_wrappers_go_only_where_every_name_has_them(tmp_path: Path):
@@ -245,11 +245,14 @@ def test_the_prefixes_of_wrappers_go_only_where_every_name_has_them(tmp_path: Pa
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        ({"first": TENSORS, "second": TENSORS}, "first, second, and none has a known name; say which with section="),
-        ([torch.ones(1)], "holds a list, wanted a dictionary of tensors"),
-        ({"epoch": 3}, "holds no tensors"),
-        ({0: {"average": torch.ones(1)}}, "holds no tensors"),
-        ({}, "holds no tensors"),
+        (
+            {"first": TENSORS, "second": TENSORS},
+            "first, second, none of which has a known name; choose one with section=",
+        ),
+        ([torch.ones(1)], "contains a list, wanted a dictionary of tensors"),
+        ({"epoch": 3}, "contains no tensors"),
+        ({0: {"average": torch.ones(1)}}, "contains no tensors"),
+        ({}, "contains no tensors"),
     ],
 )
 def test_a_pickle_without_clear_weights_says_so(tmp_path: Path, saved: object, message: str):
@@ -262,7 +265,7 @@ def test_files_without_tensors_say_so(tmp_path: Path):
     save_file({}, tmp_path / "empty.safetensors")
     np.savez(tmp_path / "empty.npz")
     for name in ("empty.safetensors", "empty.npz"):
-        with pytest.raises(CheckpointError, match="holds no tensors"):
+        with pytest.raises(CheckpointError, match="contains no tensors"):
             open_archive(tmp_path / name)
 
 
@@ -302,7 +305,7 @@ def test_code_in_a_file_is_refused_and_never_runs(tmp_path: Path, kind: str, nam
 
 def test_a_whole_pickled_module_is_refused_with_its_class(tmp_path: Path):
     torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pth")
-    with pytest.raises(CheckpointError, match=r"refused: it asks for torch\.nn\.modules\.linear\.Linear"):
+    with pytest.raises(CheckpointError, match=r"refused: it requires torch\.nn\.modules\.linear\.Linear"):
         open_archive(tmp_path / "x.pth")
 
 

@@ -65,7 +65,7 @@ def test_a_bracket_begins_a_name_where_it_is_no_json(tmp_path: Path):
         ("cat\n\ndog\n", "class 1 has no name"),
         ('["cat", 3]', "class 1 has no name"),
         ("[]", "no class names"),
-        ('{"0": "cat", "2": "dog"}', r"index 1 of 0 \.\.\. 1 has no name"),
+        ('{"0": "cat", "2": "dog"}', r"index 1 of 0 to 1 has no name"),
         ('{"cat": "dog"}', "wanted indices"),
         ('{"00": "cat", "0": "dog"}', "index 1"),
     ],

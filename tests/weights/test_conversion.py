@@ -1,4 +1,4 @@
-"""What another format does not carry is said by the library as by the command, or refused by both."""
+"""The library and the command report what another format does not store, or both refuse to write."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_library_says_what_the_command_says(
     assert notes == command(tmp_path / "source", tmp_path / "by command" / FORMATS[to], "--to", to)
     again = package.load(tmp_path / "by library" / FORMATS[to]).info
     assert any("class names" in note for note in notes) == (again.labels != LABELS)
-    assert any("does not carry preprocessing (" in note for note in notes) == (again.preprocess != UNUSUAL)
+    assert any("does not store preprocessing (" in note for note in notes) == (again.preprocess != UNUSUAL)
     assert any("multi-label" in note for note in notes) == (again.multi_label != multi_label)
 
 
@@ -105,19 +105,19 @@ def test_every_step_of_a_chain_of_formats_says_what_it_loses(tmp_path: Path, sai
         "resize=short, resize_to=37, interpolation=bicubic, antialias=True, mean=[0.4, 0.4, 0.4], std=[0.2, 0.2, 0.2]"
     )
     assert said() == [
-        "google's format does not carry class names; who reads it must be told.",
-        f"google's format does not carry preprocessing ({there}); who reads it must be told.",
-        "google's format does not carry how positions are resampled for other sizes (it was timm, there google); who "
-        "reads it must be told.",
+        "google's format does not store class names; readers of the file will not have it.",
+        f"google's format does not store preprocessing ({there}); readers of the file will not have it.",
+        "google's format does not store how positions are resampled for other sizes (it was timm, there google); "
+        "readers of the file will not have it.",
     ]
     google = package.load(tmp_path / "x.npz")
     assert not torch.equal(google.logits(gradient()), vit.logits(gradient()))
     said()
     google.save(tmp_path / "timm", to="timm")
     assert said() == [
-        "timm's format does not carry preprocessing (antialias=False); who reads it must be told.",
-        "timm's format does not carry how positions are resampled for other sizes (it was google, there timm); who "
-        "reads it must be told.",
+        "timm's format does not store preprocessing (antialias=False); readers of the file will not have it.",
+        "timm's format does not store how positions are resampled for other sizes (it was google, there timm); "
+        "readers of the file will not have it.",
     ]
 
 
@@ -151,7 +151,7 @@ def test_a_file_that_is_not_read_alone_says_what_must_be_told(tmp_path: Path) ->
     try:
         checkpoint.read(tmp_path / "x.pth")
     except CheckpointError:
-        assert found.lost[0] == "its family, without which it is not read (family=ViT)"
+        assert found.lost[0] == "its family, without which it cannot be read (family=ViT)"
     else:
         assert not any("family" in what for what in found.lost)
 
@@ -168,6 +168,6 @@ def test_weights_that_are_not_finite_can_be_written_for_others_too(tmp_path: Pat
 def test_a_network_that_is_not_what_its_config_says_is_not_written(to: str, tmp_path: Path) -> None:
     vit = model(small())
     vit.net.head = torch.nn.Linear(128, 10)
-    with pytest.raises(ModelError, match=r"head.weight is \(10, 128\), and its config says \(5, 128\).*with_classes"):
+    with pytest.raises(ModelError, match=r"head.weight is \(10, 128\), but its config gives \(5, 128\).*with_classes"):
         vit.save(tmp_path / "m", to=to)
     assert not (tmp_path / "m").exists()

@@ -239,7 +239,7 @@ def test_dinos_teacher_is_read_unless_the_student_is_asked_for(tmp_path: Path) -
     assert (info.family, info.task, info.config.resample) == ("DINO", "embed", "dinov2")
     assert info.notes == (
         "read 'teacher' of student, teacher, optimizer, dino_loss",
-        "left aside what stands beside 'backbone.': head.mlp.0.weight, head.mlp.0.bias, head.mlp.2.weight, "
+        "ignored tensors outside 'backbone.': head.mlp.0.weight, head.mlp.0.bias, head.mlp.2.weight, "
         "head.mlp.2.bias and 4 more.",
     )
     net, info = checkpoint.read(tmp_path / "full_checkpoint.pth", section="student")
@@ -262,7 +262,7 @@ def test_dinov2s_training_file_is_the_same_network(make: Callable[[], State], ch
 
 
 def test_strangers_beside_a_backbone_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"facebook.*left over beside 'backbone\.' projector\.weight"):
+    with pytest.raises(FormatError, match=r"facebook.*unexpected outside 'backbone\.': projector\.weight"):
         read(under("backbone.", dinov2()) | {"projector.weight": draw(2, 2)}, tmp_path)
 
 
@@ -361,7 +361,5 @@ def test_beit_is_told_apart(tmp_path: Path) -> None:
 
 def test_a_config_that_names_a_model_decides_and_is_named_where_it_does_not_fit(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224"}))
-    with pytest.raises(
-        FormatError, match=r"config\.json says that this is timm's vit_tiny_patch16_224; if that belongs"
-    ):
+    with pytest.raises(FormatError, match=r"config\.json names timm's vit_tiny_patch16_224; if that file belongs"):
         read(dinov2(), tmp_path)

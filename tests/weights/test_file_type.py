@@ -72,7 +72,7 @@ READABLE = {
 FOREIGN = {
     "empty": b"",
     "Git LFS pointer": LFS,
-    "web page": b"\n<!DOCTYPE html><html><body>Sign in</body></html>",
+    "HTML page": b"\n<!DOCTYPE html><html><body>Sign in</body></html>",
     "HDF5": b"\x89HDF\r\n\x1a\n" + bytes(64),
     "NumPy array": b"\x93NUMPY\x01\x00" + bytes(64),
     "SavedModel": b"\x08\x01\x12\xa0\x05" + bytes(64),
@@ -86,11 +86,11 @@ FOREIGN = {
     "msgpack": b"\x82\xa6params\x81\xa4head\xc7",
     "TensorFlow checkpoint": b"\x00\x01\xff\xfe" * 8 + b"\x57\xfb\x80\x8b\x24\x75\x47\xdb",
     "zip archive": of_zip("model.weights.h5", "metadata.json"),
-    "torch.save did not write": pickle.dumps({"a": 1}),
-    "text file that begins 'epoch,loss'": b"epoch,loss\n1,0.5\n",
+    "not written by torch.save": pickle.dumps({"a": 1}),
+    "text file that starts with 'epoch,loss'": b"epoch,loss\n1,0.5\n",
     "JSON": b'{"architecture": "vit_tiny_patch16_224"}',
     "not valid JSON": b'{"weight_map": {',
-    "no format that vitrail knows": b"\xfe",
+    "in an unknown format": b"\xfe",
 }
 
 

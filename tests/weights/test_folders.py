@@ -51,14 +51,16 @@ def test_shards_are_one_archive(tmp_path: Path, kind: str, given: str):
 def test_a_missing_shard_is_named(tmp_path: Path):
     index = shard(tmp_path, count=3)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"not beside it: model-00002-of-00003\.safetensors; download"):
+    with pytest.raises(CheckpointError, match=r"not in its folder: model-00002-of-00003\.safetensors; download"):
         open_archive(index)
 
 
 def test_a_shard_without_its_tensor_is_named(tmp_path: Path):
     index = shard(tmp_path)
     save_file({"t0": TENSORS["t0"]}, tmp_path / "model-00001-of-00002.safetensors")
-    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors holds t2, t4, and it does not"):
+    with pytest.raises(
+        CheckpointError, match=r"lists t2, t4 in model-00001-of-00002\.safetensors, which does not contain them"
+    ):
         open_archive(index)
 
 
@@ -74,7 +76,7 @@ def test_one_shard_alone_is_refused(tmp_path: Path):
     shard(tmp_path, "safetensors")
     shard(tmp_path, "torch")
     for name in ("model-00001-of-00002.safetensors", "pytorch_model-00001-of-00002.bin"):
-        with pytest.raises(CheckpointError, match=r"one shard of 2; give the folder or its \.index\.json"):
+        with pytest.raises(CheckpointError, match=r"one shard of 2; pass the folder or its \.index\.json"):
             open_archive(tmp_path / name)
     save_file(TENSORS, tmp_path / "model-00001-of-00001.safetensors")
     check(open_archive(tmp_path / "model-00001-of-00001.safetensors"))
@@ -85,13 +87,13 @@ def test_a_tensor_that_the_index_does_not_name_is_left_out_aloud(tmp_path: Path)
     save_file(TENSORS | {"more": torch.ones(1)}, tmp_path / "model-00001-of-00001.safetensors")
     archive = open_archive(index)
     check(archive)
-    assert archive.notes[-1] == "left out more, which model.safetensors.index.json does not name"
+    assert archive.notes[-1] == "ignored more, which model.safetensors.index.json does not list"
 
 
 @pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", 3])
 def test_an_index_cannot_point_outside_its_folder(tmp_path: Path, file: object):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(CheckpointError, match="a file in the same folder"):
+    with pytest.raises(CheckpointError, match="a file name in the same folder"):
         open_archive(tmp_path)
 
 
@@ -103,17 +105,17 @@ def test_an_index_of_indices_is_refused(tmp_path: Path):
 
 
 def test_a_folder_without_weights_says_what_was_looked_for(tmp_path: Path):
-    with pytest.raises(NotFoundError, match=r"holds nothing; looked for model.safetensors, .*pytorch_model.bin"):
+    with pytest.raises(NotFoundError, match=r"contains nothing; wanted model.safetensors, .*pytorch_model.bin"):
         open_archive(tmp_path)
     (tmp_path / "tf_model.h5").touch()
-    with pytest.raises(NotFoundError, match=r"holds tf_model\.h5"):
+    with pytest.raises(NotFoundError, match=r"contains tf_model\.h5"):
         open_archive(tmp_path)
 
 
 def test_a_folder_with_several_candidates_lists_them(tmp_path: Path):
     for name in ("a.pth", "b.pth"):
         torch.save(TENSORS, tmp_path / name)
-    with pytest.raises(CheckpointError, match=r"several .*\(a\.pth, b\.pth\); give the path of one") as caught:
+    with pytest.raises(CheckpointError, match=r"several .*\(a\.pth, b\.pth\); pass the path of one") as caught:
         open_archive(tmp_path)
     assert str(tmp_path) in str(caught.value)
     check(open_archive(tmp_path / "b.pth"))
@@ -145,7 +147,7 @@ def test_a_run_folder_leads_to_its_model(tmp_path: Path):
     archive = open_archive(tmp_path)
     check(archive)
     assert archive.sidecars == {"config.json": CONFIG}
-    assert archive.notes == [f"read the model of the run in {tmp_path}"]
+    assert archive.notes == [f"read the model of the training run in {tmp_path}"]
 
 
 def test_a_config_beside_several_weights_belongs_to_the_usual_name_alone(tmp_path: Path):
@@ -157,7 +159,7 @@ def test_a_config_beside_several_weights_belongs_to_the_usual_name_alone(tmp_pat
     other = open_archive(tmp_path / "other.safetensors")
     assert other.sidecars == {}
     assert other.notes == [
-        "config.json beside other.safetensors not read: other weights are there too (model.safetensors)"
+        "config.json not read: the folder holds other weights besides other.safetensors (model.safetensors)"
     ]
     (tmp_path / "model.safetensors").unlink()
     assert open_archive(tmp_path / "other.safetensors").sidecars == {"config.json": CONFIG}

@@ -180,7 +180,7 @@ def test_a_network_that_computes_something_else_is_refused(change: Any, dtype: t
     timm = import_peer("timm")
     theirs = randomized(timm.create_model("test_vit")).to(dtype)
     change(theirs)
-    with pytest.raises(FormatError, match=r"timm's test_vit computes something else .* a part was replaced"):
+    with pytest.raises(FormatError, match=r"timm's test_vit computes other outputs .* a module was replaced"):
         vitrail.load(theirs)
 
 
@@ -216,7 +216,7 @@ def test_networks_of_transformers_without_an_output_of_ours_are_compared_by_thei
     theirs = randomized(getattr(transformers, name)(getattr(transformers, config)(**HF, **MLP, **options)))
     assert not any("compared" in note for note in vitrail.load(theirs).info.notes)
     next(m for m in theirs.modules() if isinstance(m, nn.LayerNorm)).eps = 0.3
-    with pytest.raises(FormatError, match="computes something else"):
+    with pytest.raises(FormatError, match="computes other outputs"):
         vitrail.load(theirs)
 
 
@@ -249,7 +249,7 @@ def test_other_networks_are_refused_by_name() -> None:
     headed.head = nn.Sequential(nn.Linear(64, 3), nn.ReLU())
     with warnings.catch_warnings(action="ignore"):
         quantized = torch.ao.quantization.quantize_dynamic(timm.create_model("test_vit", depth=1), {nn.Linear})
-    wanted = "is not a network that vitrail reads; wanted a Vision Transformer or BiT of timm"
+    wanted = "is not a supported network; wanted a Vision Transformer or BiT of timm"
     refused: list[tuple[Any, type[VitrailError], str]] = [
         (nn.Linear(3, 3), FormatError, f"torch's Linear {wanted}"),
         (timm.create_model("test_resnet"), FormatError, f"timm's test_resnet {wanted}"),
@@ -258,7 +258,7 @@ def test_other_networks_are_refused_by_name() -> None:
         (
             vitrail.create("ViT-Ti/16", depth=1),
             FormatError,
-            r"this is a network of vitrail; vitrail\.Model\(net, info\)",
+            r"this is already a vitrail network; use vitrail\.Model\(net, info\)",
         ),
         (timm.create_model("test_vit").to("meta"), CheckpointError, "timm's test_vit has no weights"),
         (timm.create_model("xcit_nano_12_p8_224"), FormatError, "timm's xcit_nano_12_p8_224 is not an architecture"),
@@ -269,7 +269,7 @@ def test_other_networks_are_refused_by_name() -> None:
             FormatError,
             r"timm's test_vit: read as timm, the tensors do not fit: left over head.0.weight, [^;]*$",
         ),
-        (quantized, FormatError, "timm's test_vit: .* is a dtype, not a plain tensor; .* before it was quantized"),
+        (quantized, FormatError, "timm's test_vit: .* is a dtype, not a plain tensor; .* before quantization"),
         (model(small()), NotFoundError, r"got a Model, wanted a file, .* or an nn\.Module"),
     ]
     for given, kind, message in refused:

@@ -265,7 +265,7 @@ def test_a_missing_and_an_unknown_tensor_are_named(tmp_path: Path) -> None:
 
 def test_it_is_read_and_written_for_others_but_not_written(tmp_path: Path) -> None:
     net, info = read(saved(openai(), tmp_path))
-    with pytest.raises(ConversionError, match="open_clip files can be read, not written"):
+    with pytest.raises(ConversionError, match="open_clip files can be read but not written"):
         checkpoint.write(net, info, tmp_path / "out", to="open_clip")
     checkpoint.write(net, info, tmp_path / "transformers", to="huggingface")
     again, _ = read(tmp_path / "transformers")

@@ -358,7 +358,7 @@ def test_any_change_of_a_usual_network_fits_or_is_refused(
         form = checkpoint.format_for(to, info)
         if form.unsupported_parts(info):
             event(f"{to}: refused")
-            with pytest.raises(ConversionError, match=f"{to}'s format has no place for"):
+            with pytest.raises(ConversionError, match=f"{to}'s format cannot represent"):
                 checkpoint.write(net, info, folder / "model", to=to, approximate=True)
             assert not (folder / "model").exists()
             continue

@@ -68,11 +68,11 @@ def test_it_names_960_of_a_thousand_test_images(vit, thousand):
 
 
 def test_what_it_says_of_itself_is_what_was_measured():
-    told = re.search(r"([\d.]+) % of them are right \(95 %\s+interval ([\d.]+) to ([\d.]+);", shipped.__doc__ or "")
+    told = re.search(r"test images: ([\d.]+) % \(95 % interval ([\d.]+) to\s+([\d.]+);", shipped.__doc__ or "")
     assert told is not None
     share, low, high = (float(number) for number in told.groups())
     assert [low, high] == [round(100 * bound, 2) for bound in wilson_interval(round(100 * share), 10_000)]
-    assert f"right on {share:.1f} % of CIFAR-10's test images" in DEFAULT_MODEL.description
+    assert f"top-1 accuracy {share:.1f} % on CIFAR-10's test images" in DEFAULT_MODEL.description
 
 
 def test_a_cat_is_a_cat(vit):
@@ -90,7 +90,7 @@ def test_a_photograph_keeps_its_proportions_and_a_small_image_every_pixel(vit):
 def test_its_recipe_makes_such_a_model(vit):
     recipe = RECIPES["cifar10-small"]()
     assert recipe.model is not None
-    # A info holds what was resolved: sizes as pairs, the number of classes.
+    # The model info holds what was resolved: sizes as pairs, the number of classes.
     assert recipe.model.replace(num_classes=10, image_size=(32, 32), patch_size=(4, 4)) == vit.config
     assert recipe.preprocess == vit.info.preprocess
 

@@ -252,7 +252,7 @@ def test_heads_that_cannot_be_guessed_are_an_error() -> None:
         described(SMALL.replace(width=48, num_heads=4))
 
 
-# What the format has no place for
+# What the format cannot represent
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The public functions: `load`, `create`, `train`, `finetune`, `evaluate`, `export`, and the objects they give."""
+"""The public functions `load`, `create`, `train`, `finetune`, `evaluate`, `export`, and the types they return."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from vitrail.api.training import Run, finetune, train
     from vitrail.evaluate.summary import Evaluation
 
-# With data, drawing and other libraries, which `load` does without.
-_LATER = {
+# Imported on first use: they need data, plotting and other libraries that `load` does not.
+_LAZY = {
     "Evaluation": "evaluation",
     "Run": "training",
     "evaluate": "evaluation",
@@ -39,6 +39,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"vitrail.api.{_LATER[name]}"), name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"vitrail.api.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'vitrail.api' has no attribute {name!r}")

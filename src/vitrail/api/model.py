@@ -1,4 +1,4 @@
-"""`vitrail.load` and `vitrail.create`: a network with the preprocessing and class names it goes with."""
+"""`vitrail.load`, `vitrail.create` and Model: a network with its preprocessing and class names."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 Pixels = npt.NDArray[Any]
 Want = Literal["logits", "pooled"]
 
-TRAINING = {"dropout", "attention_dropout", "drop_path", "position_init_std", "head_bias_init"}
-"""Fields of a config that change training or first values, and nothing that a loaded network computes."""
+TRAINING_ONLY_FIELDS = {"dropout", "attention_dropout", "drop_path", "position_init_std", "head_bias_init"}
+"""Config fields that affect training or initialization, but not the outputs of a loaded network."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One class and how sure the model is."""
+    """A class and its probability."""
 
     label: str
     score: float
@@ -56,15 +56,14 @@ class Prediction:
 
 
 class Model:
-    """A network that knows how its images are prepared and what its classes are called.
+    """A network with its preprocessing and class names.
 
-    `predict` names what is in images, `embed` gives features to compare them by, `logits` the raw
-    outputs, `explain` shows what it looks at, `save` writes it in any format that can express it.
-    `net` is the nn.Module.
+    `predict` classifies images, `embed` returns features, `logits` the raw outputs, `explain` an explanation, `save`
+    writes the model in any format that can represent it. `net` is the nn.Module.
     """
 
     def __init__(self, net: Net, info: ModelInfo) -> None:
-        """Raise ModelError where the info is of another network: other classes, channels, sizes or conventions."""
+        """ModelError if the model info does not match the network: other classes, channels, sizes or conventions."""
         check_info_matches(net.config, info)
         self._net, self._info = net, info
         self.preprocess = Preprocess(info.preprocess)
@@ -72,7 +71,7 @@ class Model:
 
     @property
     def net(self) -> Net:
-        """The network; another one must fit the info."""
+        """The network. A new one must match the model info."""
         return self._net
 
     @net.setter
@@ -83,7 +82,7 @@ class Model:
 
     @property
     def info(self) -> ModelInfo:
-        """The config, preprocessing and class names; another info must fit the network."""
+        """Config, preprocessing and class names. A new model info must match the network."""
         return self._info
 
     @info.setter
@@ -98,7 +97,7 @@ class Model:
 
     @property
     def labels(self) -> tuple[str, ...] | None:
-        """Class names in the head's order, or None where the checkpoint does not say."""
+        """Class names in the order of the head's outputs; None if unknown."""
         return self.info.labels
 
     @property
@@ -110,7 +109,7 @@ class Model:
         return next(self.net.parameters()).dtype
 
     def to(self, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None) -> Model:
-        """This model, moved ("cuda", "mps", "cpu", "auto") or in another precision; `to(torch.bfloat16)` does too."""
+        """Move this model, in place, to a device ("cuda", "mps", "cpu", "auto") or dtype (or `to(torch.bfloat16)`)."""
         if isinstance(device, torch.dtype):
             device, dtype = None, device
         self.net.to(self.device if device is None else pick_device(device), pick_dtype(dtype) or self.dtype)
@@ -118,29 +117,29 @@ class Model:
         return self
 
     def _check_bfloat16(self) -> None:
-        """Before anything is computed, whoever computes it."""
+        """Check that bfloat16 works on this CPU before anything is computed."""
         if self.dtype == torch.bfloat16 and self.device.type == "cpu":
             check_bfloat16()
 
-    @overload  # a string is an iterable of strings too, but one image
+    @overload  # a str is an iterable of str, but also one image
     def predict(  # type: ignore[overload-overlap]
         self, images: ImageLike, top: int = 5, batch_size: int = 32
     ) -> list[Prediction]: ...
     @overload
     def predict(self, images: Iterable[ImageLike], top: int = 5, batch_size: int = 32) -> list[list[Prediction]]: ...
     def predict(self, images: Any, top: int = 5, batch_size: int = 32) -> Any:
-        """The likeliest classes of an image, best first; several images give a list of such lists."""
+        """The `top` most likely classes of an image, best first; for several images, a list of such lists."""
         _check_top(top)
         ranked = self.top_predictions(self.logits(images, batch_size), top)
         return ranked if is_image_list(images) else ranked[0]
 
     def logits(self, images: ImageLike | Iterable[ImageLike], batch_size: int = 32) -> Tensor:
-        """The raw outputs, on the CPU: B classes."""
+        """The raw outputs, on the CPU: B num_classes."""
         self.check_classes()
         return self._outputs(images, batch_size, "logits")
 
     def embed(self, images: ImageLike | Iterable[ImageLike], batch_size: int = 32) -> Tensor:
-        """Features before the head, on the CPU: B D (CLIP: in the space its texts share)."""
+        """Features before the head, on the CPU: B D. For CLIP, the embedding shared with text."""
         projects = self.info.task == "embed" and self.config.num_classes
         return self._outputs(images, batch_size, "logits" if projects else "pooled")
 
@@ -153,7 +152,7 @@ class Model:
         norm: bool = False,
         batch_size: int = 32,
     ) -> Output:
-        """Named intermediates of images, on the CPU: what `net.features` gives for each batch, put together.
+        """Intermediate outputs by name, on the CPU: `net.features` of each batch, concatenated.
 
         `vit.features("cat.jpg", "patch_maps", layers=[3, 7, 11]).patch_maps` is three times B h w D.
         """
@@ -162,8 +161,8 @@ class Model:
         computed = []
         for group in _groups(images if is_image_list(images) else [images], batch_size):  # type: ignore[list-item]
             with torch.no_grad(), eval_mode(self.net):
-                batched = self._normalized([self.preprocess.pixels(image) for image in group])
-                computed.append(self.net.features(batched, outputs, layers=layers, norm=norm).map(_on_cpu))
+                batched = self._normalize([self.preprocess.pixels(image) for image in group])
+                computed.append(self.net.features(batched, outputs, layers=layers, norm=norm).map(_to_cpu))
         return concat_outputs(computed)
 
     def explain(self, image: ImageLike, **options: Any) -> Explanation:
@@ -179,60 +178,59 @@ class Model:
     def stream(
         self, images: Iterable[ImageLike], batch_size: int = 32, want: Want = "logits"
     ) -> Iterator[Tensor | VitrailError]:
-        """Of each image in turn its output, or the error where it cannot be read.
+        """Yield each image's output, or the error if the image cannot be read.
 
-        Threads decode the next batch while the network is busy with this one; no more than these
-        two are in memory, however many images there are.
+        Threads decode the next batch while the network runs on the current one; only these two are in memory.
         """
         _check_batch(batch_size)
         pool = ThreadPoolExecutor(min(batch_size, usable_cores(), 16), thread_name_prefix="decode")
         waiting: list[Future[Pixels | VitrailError]] = []
         try:
             for group in chain(_groups(images, batch_size), [()]):
-                coming = [pool.submit(self._pixels, image) for image in group]
-                yield from self._answers([future.result() for future in waiting], want)
+                coming = [pool.submit(self._try_pixels, image) for image in group]
+                yield from self._run_prepared([future.result() for future in waiting], want)
                 waiting = coming
         finally:
             pool.shutdown(cancel_futures=True)
 
     def top_predictions(self, logits: Tensor, top: int = 5) -> list[list[Prediction]]:
-        """B classes -> for each image its best classes; scores sum to 1, unless it may have several of them."""
+        """B num_classes -> the best classes of each image; all scores sum to 1 unless the model is multi-label."""
         _check_top(top)
-        chances = logits.float().sigmoid() if self.info.multi_label else logits.float().softmax(-1)
-        scores, indices = chances.topk(min(top, logits.shape[-1]))
+        probabilities = logits.float().sigmoid() if self.info.multi_label else logits.float().softmax(-1)
+        scores, indices = probabilities.topk(min(top, logits.shape[-1]))
         return [
             [Prediction(self.label(i), s, i) for s, i in zip(row_scores, row, strict=True)]
             for row_scores, row in zip(scores.tolist(), indices.tolist(), strict=True)
         ]
 
     def label(self, index: int) -> str:
-        """The name of a class, or its number where the checkpoint does not say."""
+        """The name of a class; `class {index}` if the names are unknown."""
         if not 0 <= index < self.config.num_classes:
-            raise ModelError(f"there is no class {index}: this model has {self.config.num_classes}.")
+            raise ModelError(f"there is no class {index}: this model has {self.config.num_classes} classes.")
         return self.labels[index] if self.labels is not None else f"class {index}"
 
     def check_classes(self) -> None:
-        """Raise ModelError where the outputs are not classes."""
+        """Raise ModelError if the outputs are not classes."""
         if self.info.task != "classify" or not self.config.num_classes:
             raise ModelError(
-                f"{self.info.origin or 'this model'} has no classes: it gives features. "
+                f"{self.info.origin or 'this model'} has no classes: it outputs features. "
                 "Use embed, or load it with num_classes=... and train the new head."
             )
 
     def check_has_network(self) -> None:
-        """Raise ModelError where there is no network to look into, change or train: an engine runs an exported file."""
+        """Raise ModelError if there is no nn.Module to explain, modify or train: an engine runs an exported file."""
         _ = self.net
 
     def save(
         self, path: str | Path, *, to: str = "vitrail", overwrite: bool = False, approximate: bool = False
     ) -> None:
-        """Write in any format that can express this model.
+        """Write the model in any format that can represent it.
 
-        What another library's format does not carry is logged, as `vitrail convert` prints it. Where that
-        library would compute slightly different numbers, ConversionError is raised unless `approximate` is true.
+        Information that another library's format does not store is logged, as by `vitrail convert`. If that library
+        would compute slightly different outputs, ConversionError is raised unless `approximate` is true.
         """
         info = self.info.replace(config=self.net.config)
-        if to == NATIVE.name:  # carries all of it
+        if to == NATIVE.name:  # stores everything
             checkpoint.write(self.net, info, path, overwrite=overwrite)
             return
         found = convert(self.net, info, path, to=to, overwrite=overwrite, approximate=approximate)
@@ -248,37 +246,37 @@ class Model:
             rows.append(row)
         return torch.stack(rows) if rows else torch.empty(0, self._width(want))
 
-    def _pixels(self, image: ImageLike) -> Pixels | VitrailError:
+    def _try_pixels(self, image: ImageLike) -> Pixels | VitrailError:
         try:
             return self.preprocess.pixels(image)
         except (ImageError, NotFoundError) as error:
             return error
 
-    def _answers(self, prepared: Sequence[Pixels | VitrailError], want: Want) -> Iterator[Tensor | VitrailError]:
+    def _run_prepared(self, prepared: Sequence[Pixels | VitrailError], want: Want) -> Iterator[Tensor | VitrailError]:
         good = [p for p in prepared if not isinstance(p, VitrailError)]
         rows = iter(self._run(good, want)) if good else iter(())
         for one in prepared:
             yield one if isinstance(one, VitrailError) else next(rows)
 
-    @torch.no_grad()  # not inference_mode: what it gives cannot be trained on
+    @torch.no_grad()  # not inference_mode, whose outputs cannot be used in training
     def _run(self, pixels: Sequence[Pixels], want: Want) -> Tensor:
-        """B times H W C, 0 to 255 -> B outputs, on the CPU."""
-        images = self._normalized(pixels)
+        """B arrays H W C, 0 to 255 -> B outputs, on the CPU."""
+        images = self._normalize(pixels)
         with eval_mode(self.net):
             result = self.net(images) if want == "logits" else self.net.features(images, outputs=(want,)).pooled
         assert isinstance(result, Tensor)
         if want == "logits" and self.config.num_classes not in (0, result.shape[-1]):
             raise ModelError(
-                f"the network gives {result.shape[-1]} outputs, and its config says "
+                f"the network gives {result.shape[-1]} outputs, but its config has "
                 f"num_classes={self.config.num_classes}: its "
                 f"head was replaced. Use net.with_classes({result.shape[-1]}), which changes both."
             )
-        return _on_cpu(result)
+        return _to_cpu(result)
 
-    def _normalized(self, pixels: Sequence[Pixels]) -> Tensor:
-        """B times H W C, 0 to 255 -> what the network takes, B C H W."""
+    def _normalize(self, pixels: Sequence[Pixels]) -> Tensor:
+        """B arrays H W C, 0 to 255 -> the network's input, B C H W."""
         batch = torch.from_numpy(np.stack(pixels)).to(self.device).permute(0, 3, 1, 2)
-        self._check_bfloat16()  # someone may have moved the network by itself
+        self._check_bfloat16()  # the caller may have moved the network
         return self.preprocess.normalize(batch).to(self.dtype)
 
     def _width(self, want: Want) -> int:
@@ -290,29 +288,29 @@ class Model:
         count = sum(p.numel() for p in self.net.parameters()) / 1e6
         what = f"{self.config.num_classes} classes" if self.info.task == "classify" else "features"
         name = self.info.origin or self.info.family
-        return f"<vitrail.Model {name}: {count:.1f} M parameters, {_size(self.config.image_size)}, {what}>"
+        return f"<vitrail.Model {name}: {count:.1f} M parameters, {_format_size(self.config.image_size)}, {what}>"
 
 
 def check_info_matches(config: ViTConfig | BiTConfig, info: ModelInfo) -> None:
-    """Raise ModelError where a model info describes another network than the one of this config."""
-    ours, theirs = ({"kind": type(c).__name__, **c.to_dict()} for c in (config, info.config))
-    differ = [name for name in ours if ours[name] != theirs.get(name) and name not in TRAINING]
+    """Raise ModelError if the model info describes another network than this config."""
+    ours, theirs = ({"type": type(c).__name__, **c.to_dict()} for c in (config, info.config))
+    differ = [name for name in ours if ours[name] != theirs.get(name) and name not in TRAINING_ONLY_FIELDS]
     if "layer_scale" in differ and None not in (ours["layer_scale"], theirs["layer_scale"]):
-        differ.remove("layer_scale")  # the first value of what is learned
-    if "kind" in differ:
-        differ = ["kind"]
+        differ.remove("layer_scale")  # only the initial value of a learned parameter
+    if "type" in differ:
+        differ = ["type"]
     if differ:
-        has, says = (", ".join(f"{name}={of[name]}" for name in differ[:3]) for of in (ours, theirs))
+        has, expected = (", ".join(f"{name}={of[name]}" for name in differ[:3]) for of in (ours, theirs))
         also = ", preprocess=..." * bool({"image_size", "channels"} & {*differ}) + ", labels=None" * (
             "num_classes" in differ
         )
         raise ModelError(
-            f"the network has {has}, and its info says {says}: the info is of another network. Load the checkpoint "
-            f"with these settings, or pass info.replace(config=net.config{also})."
+            f"the network has {has}, but the model info has {expected}: it describes another network. "
+            f"Load the checkpoint with these settings, or pass info.replace(config=net.config{also})."
         )
     if config.channels != info.preprocess.channels:
         raise ModelError(
-            f"the network takes images of {config.channels} channels, and its preprocessing gives "
+            f"the network takes images with {config.channels} channels, but its preprocessing gives "
             f"{info.preprocess.channels}; load it with channels={info.preprocess.channels}, or pass a preprocessing "
             f"whose mean and std have {config.channels}."
         )
@@ -330,25 +328,25 @@ def load(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype | None = "float32",
     check_finite: bool = True,
-    **changes: Any,
+    **overrides: Any,
 ) -> Model:
-    """A model from a file, a folder, a model's name, a hub id or another library's network, ready to use.
+    """Load a model from a file, a folder, a model name, a hub id or another library's network.
 
-    It is looked for in this order: an existing file or folder; a model that ships with the package
-    ("vitrail/cifar10"); a model's name, which stands for one stated public checkpoint; a hub id.
-    `image` resamples positions for another size, `channels` sums or repeats the first filters,
-    `classes` puts a new head of zeros, `labels` names the classes ("imagenet-1k", a file, a list),
-    `family` says what a bare file cannot (DeiT, DINO, ...), `section` chooses a part of a training
-    file, `dtype=None` keeps the type that is stored, and further keywords override fields of the
-    config (activation="gelu-quick"). A file that `vitrail export` wrote is run by its own engine: it
-    predicts as any other model does, and cannot be changed or looked into.
+    `source` is resolved in this order: an existing file or folder; a model that ships with the package
+    ("vitrail/cifar10"); a model name, which stands for one public checkpoint; a hub id.
+    `image_size` resamples the position embeddings, `channels` sums or repeats the first filters, `num_classes` sets a
+    new head of zeros, `labels` names the classes ("imagenet-1k", a file, a list), `family` states what a bare file
+    does not (DeiT, DINO, ...), `section` chooses a part of a training script's file, `dtype=None` keeps the stored
+    dtype, `check_finite=False` accepts NaN, and further keywords override config fields (activation="gelu-quick").
+    A file written by `vitrail export` is run by its own engine: it predicts like any other model, but cannot be
+    modified or explained.
 
-    A network in memory, of timm, transformers, torchvision or open_clip, is converted: the weights are
-    copied, preprocessing and labels are those of its config, and its outputs are compared for two images.
+    A network in memory, of timm, transformers, torchvision or open_clip, is converted: the weights are copied, the
+    preprocessing and labels come from its config, and the outputs of both networks are compared on two images.
     """
     if not isinstance(source, str | Path | ModelLocation | nn.Module):
         raise NotFoundError(
-            f"got a {type(source).__name__}, wanted a file, a folder, a model's name, a hub id or an nn.Module."
+            f"got a {type(source).__name__}, wanted a file, a folder, a model name, a hub id or an nn.Module."
         )
     size: dict[str, Any] = {"image_size": image_size, "channels": channels, "num_classes": num_classes}
     path = source.path if isinstance(source, ModelLocation) else source
@@ -356,14 +354,14 @@ def load(
     if where is not None and is_exported(where):
         from vitrail.api.exporting import running  # which needs this module
 
-        asked = size | {"family": family, "section": section}
-        return running(where, labels=labels, device=device, dtype=dtype, **asked, **changes)
+        requested = size | {"family": family, "section": section}
+        return running(where, labels=labels, device=device, dtype=dtype, **requested, **overrides)
     target = pick_device(device)
     options: dict[str, Any] = {"family": family, "dtype": pick_dtype(dtype), "check_finite": check_finite}
     if isinstance(source, nn.Module):
-        net, info = adapt_model(*module_reader.read_module(source, overrides=changes, **options), **size)
+        net, info = adapt_model(*module_reader.read_module(source, overrides=overrides, **options), **size)
     else:
-        net, info = load_checkpoint(source, overrides=changes, section=section, **size, **options)
+        net, info = load_checkpoint(source, overrides=overrides, section=section, **size, **options)
     info = (
         assume_imagenet_labels(net, info)
         if labels is None
@@ -375,13 +373,16 @@ def load(
 
 
 def create(name: str, *, seed: int | None = None, device: str | torch.device = "cpu", **changes: Any) -> Net:
-    """A fresh network by name, with the paper's first values: `create("ViT-B/16", num_classes=10, image_size=384)`."""
+    """Create an untrained network with the paper's initialization.
+
+    `create("ViT-B/16", num_classes=10, image_size=384)`
+    """
     target = pick_device(device)
     return build(config_from_name(name, **changes), seed).to(target)
 
 
 def create_model(name: str, *, seed: int | None = None, device: str | torch.device = "cpu", **changes: Any) -> Model:
-    """An untrained Model by name: `create` with the family's preprocessing."""
+    """Create an untrained Model by name: `create` plus the family's default preprocessing."""
     net = create(name, seed=seed, device=device, **changes)
     variant = find_published(name)
     family = (variant.name if variant else name).split("+")[-1].split("-")[0]
@@ -392,23 +393,23 @@ def create_model(name: str, *, seed: int | None = None, device: str | torch.devi
     return Model(net.eval(), info if classifies else info.replace(task="embed"))
 
 
-def _size(image_size: Pair) -> str:
+def _format_size(image_size: Pair) -> str:
     return "x".join(map(str, pair(image_size)))
 
 
-def _on_cpu(x: Tensor) -> Tensor:
-    """In single precision at least."""
+def _to_cpu(x: Tensor) -> Tensor:
+    """Move to the CPU, in float32 or higher precision."""
     return x.to("cpu", torch.promote_types(x.dtype, torch.float32))
 
 
 def _check_top(top: int) -> None:
     if top < 1:
-        raise ConfigError(f"top={top}: wanted 1 class or more.")
+        raise ConfigError(f"top={top}: wanted at least 1.")
 
 
 def _check_batch(batch_size: int) -> None:
     if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size}: wanted 1 image at a time or more.")
+        raise ConfigError(f"batch_size={batch_size}: wanted at least 1.")
 
 
 def _groups(images: Iterable[ImageLike], size: int) -> Iterator[tuple[ImageLike, ...]]:

@@ -63,7 +63,7 @@ RENAMED: dict[str, dict[str, str]] = {
     },
     "stem": {"width": "width_factor"},
     "bit": {"image": "image_size", "classes": "num_classes", "width": "width_factor"},
-    "model": {"several": "multi_label"},
+    "model": {"several": "multi_label", "kind": "config_type"},
     "checkpoint": {
         "best": "best_score",
         "stale": "evaluations_since_best",

@@ -1,1 +1,1 @@
-"""Foreign tensors <-> ours."""
+"""Read and write checkpoints: vitrail's own format and those of other libraries."""

@@ -1,9 +1,9 @@
-"""Files of tensors, whoever wrote them: names and shapes at once, the data when it is asked for.
+"""Open files of tensors of any supported type. Names and shapes are read at once, the data on access.
 
-What a file is, its first bytes say and never its name: safetensors (whole or in shards), NumPy's
-npz, PyTorch's zip and the older pickles, TorchScript. Nothing here knows about models. Tensors of a
-safetensors file and of PyTorch's zip are views of the mapped file: they cost memory when they are
-touched, and writing to them changes a private copy, not the file.
+The type is detected from the first bytes, not from the file name: safetensors (whole or in shards), NumPy npz,
+PyTorch zip and legacy pickle files, TorchScript. This module does not depend on the models. Tensors of safetensors and
+PyTorch zip files are views of the memory-mapped file: they use memory once accessed, and writing to them changes a
+private copy, not the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vitrail.weights.file_type import (
 from vitrail.weights.pickles import load_pickle, unwrap
 from vitrail.weights.torchscript import open_torchscript
 
-# The names that repositories of Hugging Face, timm and open_clip give their weights, best first.
+# Names of weights files in repositories of Hugging Face, timm and open_clip, in order of preference.
 STANDARD_NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -44,7 +44,7 @@ STANDARD_NAMES = (
     "pytorch_model.bin.index.json",
     "open_clip_pytorch_model.bin",
 )
-# Where a folder has none of these names: its only file of one of these kinds, best first.
+# A folder without any of these names must hold one file with one of these suffixes, in order of preference.
 WEIGHTS_SUFFIXES = ((".safetensors",), (".npz",), (".pth", ".pt", ".bin"))
 SIDECARS = ("config.json", "preprocessor_config.json", "processor_config.json", "open_clip_config.json")
 
@@ -52,22 +52,22 @@ NOT_WEIGHTS = re.compile(r"optimizer|scheduler|scaler|training_args|rng_state") 
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torch.compile
 
 ALIGNMENT = 64
-"""Bytes: what torch's own allocator gives."""
+"""In bytes, as in torch's CPU allocator."""
 
 READ_ERRORS = (OSError, EOFError, TypeError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, SafetensorError)
-SHARD = re.compile(r"-\d+-of-(\d+)\.\w+$")
+SHARD_NAME = re.compile(r"-\d+-of-(\d+)\.\w+$")
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: its shape, and how to read it."""
+    """One tensor of a file: its shape and a function that reads it."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Names and shapes are known; each look-up reads the tensor, as stored, and keeps nothing."""
+    """Mapping from names to tensors. Names and shapes are known; each lookup reads the tensor, without caching it."""
 
     def __init__(self, entries: Mapping[str, TensorEntry], source: str) -> None:
         self.entries = dict(entries)
@@ -75,9 +75,9 @@ class LazyTensors(Mapping[str, Tensor]):
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], source: str = "memory") -> LazyTensors:
-        """Tensors that are there already."""
+        """Wrap tensors that are already in memory."""
         return cls(
-            {n: TensorEntry(tuple(t.shape), _reader(tensors.__getitem__, n)) for n, t in tensors.items()}, source
+            {n: TensorEntry(tuple(t.shape), _bind_name(tensors.__getitem__, n)) for n, t in tensors.items()}, source
         )
 
     def __getitem__(self, name: str) -> Tensor:
@@ -95,64 +95,64 @@ class LazyTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+    def __contains__(self, name: object) -> bool:  # Mapping's default would read the tensor
         return name in self.entries
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Without reading the data."""
+        """The shape of a tensor, without reading its data."""
         return self.entries[name].shape
 
     def strip_prefix(self, prefix: str) -> LazyTensors:
-        """Those whose names begin with `prefix`, without it."""
+        """The tensors whose names begin with `prefix`, with the prefix removed."""
         chosen = {n.removeprefix(prefix): e for n, e in self.entries.items() if n.startswith(prefix)}
         return LazyTensors(chosen, self._source)
 
     def rename(self, spelling: Callable[[str], str]) -> LazyTensors:
-        """Under other names, which must stay apart."""
+        """Rename the tensors; CheckpointError if two get the same name."""
         renamed = {spelling(name): entry for name, entry in self.entries.items()}
         if len(renamed) < len(self.entries):
-            raise CheckpointError(f"{self._source}: two of its tensors have the same name after renaming.")
+            raise CheckpointError(f"{self._source}: two tensors have the same name after renaming.")
         return LazyTensors(renamed, self._source)
 
 
 @dataclass
 class Archive:
-    """Tensors by name, and what lay beside them."""
+    """An open checkpoint: its tensors by name, and the metadata in and beside the file."""
 
     source: str
-    """For messages: the path, as given."""
+    """The path as given, for messages."""
     tensors: LazyTensors
-    """Read when asked for."""
+    """Read on access."""
     metadata: dict[str, str] = field(default_factory=dict)
-    """Of a safetensors header or of an index."""
+    """From a safetensors header or an index file."""
     sidecars: dict[str, Any] = field(default_factory=dict)
-    """JSON files beside the weights, parsed, by file name."""
+    """Parsed JSON files beside the weights, by file name."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """What a pickle holds besides tensors: epoch, arch, args."""
+    """Other contents of a pickle: epoch, arch, args."""
     notes: list[str] = field(default_factory=list)
-    """Choices made while opening, to be said aloud."""
+    """Choices made while opening, for the user."""
     hints: dict[str, Any] = field(default_factory=dict)
-    """What the caller knows of the network, for where the file is silent: heads, image."""
+    """Config fields given by the caller, used where the file does not state them."""
     handles: list[Any] = field(default_factory=list)
-    """Files that stay open until everything wanted has been read: those of npz and TorchScript."""
+    """Open npz and TorchScript files, closed once the tensors have been read."""
 
     def close(self) -> None:
-        """Nothing more can be read from npz and TorchScript; tensors that were, and mapped ones, stay."""
+        """Close npz and TorchScript files. Tensors already read and memory-mapped tensors stay valid."""
         for handle in self.handles:
             handle.close()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Without reading the data."""
+        """The shape of a tensor, without reading its data."""
         return self.tensors.shape(name)
 
     def strip_prefix(self, prefix: str) -> Archive:
-        """The tensors whose names begin with `prefix`, without it; the rest as it is."""
+        """This archive with only the tensors whose names begin with `prefix`, with the prefix removed."""
         return replace(self, tensors=self.tensors.strip_prefix(prefix)) if prefix else self
 
 
 @dataclass
 class _Contents:
-    """What one file gives."""
+    """The contents of one file."""
 
     entries: dict[str, TensorEntry]
     metadata: dict[str, str] = field(default_factory=dict)
@@ -162,19 +162,19 @@ class _Contents:
 
 
 def open_archive(path: str | Path, *, section: str | None = None) -> Archive:
-    """Open a file of weights, an index of shards, or a folder that holds one of these.
+    """Open a weights file, an index of shards, or a folder that holds one of these.
 
-    `section` names the part of a pickle to read, such as 'student'; without it the first of
-    `pickles.SECTIONS` that is there.
+    `section` names the part of a pickle to read, such as 'student'; the default is the first of `pickles.SECTIONS` that
+    the pickle has.
     """
     path = Path(path).expanduser()
-    with _explained(path):
-        file, notes = _weights_of(path)
-        contents = _read(file, section)
-        beside, said = _sidecars(file, whole_folder=path.is_dir())
-    entries, stripped = _strip(contents.entries)
+    with _explain_read_errors(path):
+        file, notes = _find_weights_file(path)
+        contents = _read_contents(file, section)
+        beside, said = _read_sidecars(file, whole_folder=path.is_dir())
+    entries, stripped = _strip_wrapper_prefixes(contents.entries)
     if not entries:
-        raise CheckpointError(f"{file} holds no tensors.")
+        raise CheckpointError(f"{file} contains no tensors.")
     return Archive(
         source=str(path),
         tensors=LazyTensors(entries, str(file)),
@@ -187,30 +187,29 @@ def open_archive(path: str | Path, *, section: str | None = None) -> Archive:
 
 
 def align_tensor(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous and at an address that is a multiple of ALIGNMENT; copied only where it is not.
+    """Make a tensor contiguous, at an address that is a multiple of ALIGNMENT; copies only if it is not.
 
-    A matrix product may add up its terms in another order where an operand begins between two such
-    addresses, and a mapped tensor begins wherever the file has it. At the addresses of memory that torch
-    has allocated, a model gives the same bits wherever its tensors lie in a file.
+    Matrix products may sum in another order for unaligned operands, and a memory-mapped tensor starts at any offset of
+    the file. With aligned tensors, a model's outputs are bit-identical wherever its tensors lie in a file.
     """
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def unmap_weights(net: nn.Module) -> None:
-    """Give a network on the CPU its own copy of each tensor, one after the other.
+    """Replace the memory-mapped tensors of a network on the CPU by copies, one at a time.
 
-    For processes that outlive a change of the file: mapped tensors change with it, and reading one that was
-    cut off ends the process.
+    For long-running processes: mapped tensors change with the file, and if the file is truncated, reading them kills
+    the process.
     """
     if next(net.parameters()).device.type == "cpu":
-        net._apply(torch.clone)  # as `to` does, which also drops what modules have cached
+        net._apply(torch.clone)  # like `to`, this also clears what modules have cached
 
 
 def choose_weights_file(names: Iterable[str]) -> str | None:
-    """Of the files of a folder or repository, the one to open; None where there is none.
+    """The weights file among the files of a folder or repository; None if there is none.
 
-    Several candidates of the same rank are an error that lists them.
+    CheckpointError if several files are equally likely.
     """
     names = sorted(n for n in names if "/" not in n and not n.startswith("."))
     for usual in STANDARD_NAMES:
@@ -222,64 +221,64 @@ def choose_weights_file(names: Iterable[str]) -> str | None:
             return found[0]
         if found:
             raise CheckpointError(
-                f"several files could be the weights ({summarize_names(found)}); give the path of one of them."
+                f"several files could be the weights ({summarize_names(found)}); pass the path of one of them."
             )
     return None
 
 
-def _read(path: Path, section: str | None) -> _Contents:
+def _read_contents(path: Path, section: str | None) -> _Contents:
     kind = detect_file_type(path)
     if section is not None and not kind.endswith("torch"):
-        raise CheckpointError(f"{path} is a plain file of tensors: it has no section {section!r}.")
+        raise CheckpointError(f"{path} is not a pickle: it has no section {section!r}.")
     if kind == "safetensors":
         _refuse_shard(path)
-        return _safetensors(path)
+        return _read_safetensors(path)
     if kind == "npz":
-        return _npz(path)
+        return _read_npz(path)
     if kind == "index":
-        return _index(path)
+        return _read_index(path)
     if kind == "torchscript":
-        return _torchscript(path)
+        return _read_torchscript(path)
     _refuse_shard(path)
-    return _torch(path, section, mapped=kind == "torch")
+    return _read_torch(path, section, mapped=kind == "torch")
 
 
-def _safetensors(path: Path) -> _Contents:
+def _read_safetensors(path: Path) -> _Contents:
     try:
         handle = safe_open(path, framework="pt")
         shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
         metadata = dict(handle.metadata() or {})
     except SafetensorError as error:
         raise CheckpointError(f"{path} is truncated or damaged ({first_line(error)}); {DOWNLOAD_AGAIN}.") from error
-    entries = {name: TensorEntry(shape, _reader(handle.get_tensor, name)) for name, shape in shapes.items()}
+    entries = {name: TensorEntry(shape, _bind_name(handle.get_tensor, name)) for name, shape in shapes.items()}
     return _Contents(entries, metadata)
 
 
-def _torch(path: Path, section: str | None, mapped: bool) -> _Contents:
+def _read_torch(path: Path, section: str | None, mapped: bool) -> _Contents:
     saved = unwrap(load_pickle(path, mapped), section, path)
     return _Contents(LazyTensors.from_tensors(saved.tensors).entries, extras=saved.extras, notes=saved.notes)
 
 
-def _torchscript(path: Path) -> _Contents:
+def _read_torchscript(path: Path) -> _Contents:
     script = open_torchscript(path)
-    entries = {name: TensorEntry(t.shape, _reader(script.read, name)) for name, t in script.tensors.items()}
+    entries = {name: TensorEntry(t.shape, _bind_name(script.read, name)) for name, t in script.tensors.items()}
     notes = ["read the tensors of a TorchScript program; none of its code was executed"]
     return _Contents(entries, extras={"modules": script.modules}, notes=notes, handles=[script])
 
 
-def _npz(path: Path) -> _Contents:
+def _read_npz(path: Path) -> _Contents:
     archive = np.load(path, allow_pickle=False)
     try:
         entries, aside = _npz_entries(archive, path)
     except BaseException:
         archive.close()
         raise
-    notes = [f"put aside {summarize_names(aside)}: not tensors"] if aside else []
+    notes = [f"ignored {summarize_names(aside)}: not tensors"] if aside else []
     return _Contents(entries, notes=notes, handles=[archive])
 
 
 def _npz_entries(archive: Any, path: Path) -> tuple[dict[str, TensorEntry], list[str]]:
-    """The tensors, and the names of what is none."""
+    """The tensors, and the names of arrays that are not numeric."""
     entries, aside = {}, []
     for name in archive.files:
         try:
@@ -289,7 +288,7 @@ def _npz_entries(archive: Any, path: Path) -> tuple[dict[str, TensorEntry], list
         if dtype.hasobject:
             refuse_code(path, f"its array {name!r} is a pickle of Python objects")
         if dtype.kind in "biufc" or dtype == np.dtype("V2"):
-            entries[name] = TensorEntry(shape, _reader(lambda name: _from_numpy(archive[name]), name))
+            entries[name] = TensorEntry(shape, _bind_name(lambda name: _from_numpy(archive[name]), name))
         else:
             aside.append(name)
     return entries, aside
@@ -304,47 +303,47 @@ def _npy_header(archive: Any, name: str) -> tuple[tuple[int, ...], np.dtype[Any]
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    if array.dtype == np.dtype("V2"):  # how NumPy stores JAX's bfloat16
+    if array.dtype == np.dtype("V2"):  # JAX's bfloat16 as stored by NumPy
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
-def _index(path: Path) -> _Contents:
+def _read_index(path: Path) -> _Contents:
     index = read_json(path)
     weight_map = index["weight_map"]
     plain = isinstance(weight_map, dict) and all(isinstance(f, str) and Path(f).name == f for f in weight_map.values())
     if not plain:
-        raise CheckpointError(f"{path}: weight_map must give, for each tensor, the name of a file in the same folder.")
+        raise CheckpointError(f"{path}: weight_map must map each tensor to a file name in the same folder.")
     files = sorted(set(weight_map.values()))
     if missing := [f for f in files if not (path.parent / f).exists()]:
         raise CheckpointError(
-            f"{path} names shards that are not beside it: {summarize_names(missing)}; {DOWNLOAD_AGAIN}."
+            f"{path} lists shards that are not in its folder: {summarize_names(missing)}; {DOWNLOAD_AGAIN}."
         )
-    shards = {f: _shard(path.parent / f) for f in files}
+    shards = {f: _read_shard(path.parent / f) for f in files}
     if absent := [n for n, f in weight_map.items() if n not in shards[f].entries]:
         where = weight_map[absent[0]]
         raise CheckpointError(
-            f"{path} says that {where} holds {summarize_names(absent)}, and it does not; {DOWNLOAD_AGAIN}."
+            f"{path} lists {summarize_names(absent)} in {where}, which does not contain them; {DOWNLOAD_AGAIN}."
         )
     entries = {name: shards[file].entries[name] for name, file in weight_map.items()}
     notes = [f"read {len(files)} shards"]
     if unnamed := [n for f in files for n in shards[f].entries if n not in weight_map]:
-        notes.append(f"left out {summarize_names(unnamed)}, which {path.name} does not name")
+        notes.append(f"ignored {summarize_names(unnamed)}, which {path.name} does not list")
     metadata = index.get("metadata")
     return _Contents(entries, {str(k): str(v) for k, v in (metadata or {}).items()}, notes=notes)
 
 
-def _shard(path: Path) -> _Contents:
+def _read_shard(path: Path) -> _Contents:
     kind = detect_file_type(path)
     if kind == "safetensors":
-        return _safetensors(path)
+        return _read_safetensors(path)
     if kind.endswith("torch"):
-        return _torch(path, None, mapped=kind == "torch")
-    raise CheckpointError(f"{path} is not a shard but an {kind} file; safetensors or a file of torch.save was wanted.")
+        return _read_torch(path, None, mapped=kind == "torch")
+    raise CheckpointError(f"{path} is not a shard but a {kind} file; wanted safetensors or a torch.save file.")
 
 
-def _strip(entries: dict[str, TensorEntry]) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Without the prefixes that wrappers leave on every name."""
+def _strip_wrapper_prefixes(entries: dict[str, TensorEntry]) -> tuple[dict[str, TensorEntry], list[str]]:
+    """Remove prefixes that wrappers such as DistributedDataParallel add to every name."""
     notes = []
     while entries and (prefix := next((w for w in WRAPPER_PREFIXES if all(n.startswith(w) for n in entries)), None)):
         entries = {name.removeprefix(prefix): entry for name, entry in entries.items()}
@@ -352,12 +351,12 @@ def _strip(entries: dict[str, TensorEntry]) -> tuple[dict[str, TensorEntry], lis
     return entries, notes
 
 
-def _weights_of(path: Path) -> tuple[Path, list[str]]:
-    """The file to open, and what to say about the choice."""
+def _find_weights_file(path: Path) -> tuple[Path, list[str]]:
+    """The file to open, and notes about the choice."""
     if path.is_file():
         return path, []
     if not path.exists():
-        raise NotFoundError(_missing(path))
+        raise NotFoundError(_not_found_message(path))
     if not path.is_dir():
         raise CheckpointError(f"{path} is neither a file nor a folder.")
     names = [f.name for f in path.iterdir()]
@@ -368,14 +367,14 @@ def _weights_of(path: Path) -> tuple[Path, list[str]]:
     if name is not None:
         return path / name, []
     if (path / "model").is_dir() and choose_weights_file(f.name for f in (path / "model").iterdir()):
-        return _weights_of(path / "model")[0], [f"read the model of the run in {path}"]
+        return _find_weights_file(path / "model")[0], [f"read the model of the training run in {path}"]
     looked = ", ".join((*STANDARD_NAMES, "one .safetensors, .npz, .pth, .pt or .bin file"))
     raise NotFoundError(
-        f"no weights in the folder {path}, which holds {summarize_names(names) or 'nothing'}; looked for {looked}."
+        f"no weights in the folder {path}, which contains {summarize_names(names) or 'nothing'}; wanted {looked}."
     )
 
 
-def _missing(path: Path) -> str:
+def _not_found_message(path: Path) -> str:
     if path.is_symlink():
         return f"{path} is a link to {path.readlink()}, which does not exist."
     parent = path.parent
@@ -385,11 +384,11 @@ def _missing(path: Path) -> str:
     return f"no such file: {path}{did_you_mean(path.name, names) if names else f'; {parent} is empty.'}"
 
 
-def _sidecars(file: Path, whole_folder: bool) -> tuple[dict[str, Any], list[str]]:
-    """The JSON files beside `file` that speak of it, and what to say when they might not.
+def _read_sidecars(file: Path, whole_folder: bool) -> tuple[dict[str, Any], list[str]]:
+    """The parsed JSON files that describe `file`, and a note if they are ignored.
 
-    They do when the whole folder was asked for, when the file has the usual name of a repository's
-    weights, and when no other file of weights is there.
+    They are read if the whole folder was given, if the file has a standard name, or if the folder holds no other
+    weights.
     """
     there = [name for name in SIDECARS if (file.parent / name).is_file()]
     if there and not whole_folder and file.name not in STANDARD_NAMES:
@@ -398,24 +397,24 @@ def _sidecars(file: Path, whole_folder: bool) -> tuple[dict[str, Any], list[str]
         others = [n for n in names if n.endswith(suffixes) and not NOT_WEIGHTS.search(n)]
         if others:
             return {}, [
-                f"{summarize_names(there)} beside {file.name} not read: "
-                f"other weights are there too ({summarize_names(others)})"
+                f"{summarize_names(there)} not read: "
+                f"the folder holds other weights besides {file.name} ({summarize_names(others)})"
             ]
     return {name: read_json(file.parent / name) for name in there}, []
 
 
 def _refuse_shard(path: Path) -> None:
-    match = SHARD.search(path.name)
+    match = SHARD_NAME.search(path.name)
     if match and int(match[1]) > 1:
-        raise CheckpointError(f"{path} is one shard of {int(match[1])}; give the folder or its .index.json file.")
+        raise CheckpointError(f"{path} is one shard of {int(match[1])}; pass the folder or its .index.json file.")
 
 
-def _reader(read: Callable[[str], Tensor], name: str) -> Callable[[], Tensor]:
+def _bind_name(read: Callable[[str], Tensor], name: str) -> Callable[[], Tensor]:
     return lambda: read(name)
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explain_read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:

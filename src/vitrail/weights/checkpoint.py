@@ -1,4 +1,4 @@
-"""Any file of weights -> network and info; network and info -> any format that can express them."""
+"""Read a checkpoint of any format; write a network in any format that can represent it."""
 
 from __future__ import annotations
 
@@ -41,16 +41,17 @@ FORMATS: tuple[Format, ...] = (
     *google.FORMATS,
     *google_bit.FORMATS,
 )
-"""In the order they are tried."""
+"""In the order in which they are tried."""
 EXPORT_SUFFIXES = (".onnx", ".pt2", ".xml")
-"""What `vitrail export` writes; no weights can be had from it."""
-_ELSEWHERE = "if that belongs to other weights, move these to a folder of their own."
+"""Suffixes of files that `vitrail export` writes. Weights cannot be read from them."""
+_MOVE_HINT = "if that file belongs to other weights, move these weights to their own folder."
 
 
 def detect_format(archive: Archive, family: str | None = None) -> tuple[Format, Archive]:
-    """The format of these tensors, and the tensors under the names its table uses; what was left aside is noted.
+    """The format of an archive, and the archive with the names that the format's table uses.
 
-    A sidecar that names a model decides. Without one the tensors do, and `family` settles what they leave open.
+    A sidecar file that names a model decides. Without one the tensor names and shapes decide; `family` resolves what
+    they leave open. Ignored tensors are listed in the archive's notes.
     """
     said = stated_model(archive)
     try:
@@ -73,33 +74,35 @@ def detect_format(archive: Archive, family: str | None = None) -> tuple[Format, 
         strange = [n for n in beside if not any(fnmatch.fnmatchcase(n, p) for p in form.ignored_outside)]
         if strange:
             raise FormatError(
-                f"{archive.source}: read as {form.name}, the tensors do not fit: left over beside {prefix!r} "
+                f"{archive.source}: read as {form.name}, the tensors do not match: unexpected outside {prefix!r}: "
                 f"{summarize_names(strange, limit=8)}."
             )
-        aside = [f"left aside what stands beside {prefix!r}: {summarize_names(beside)}."] if beside else []
+        aside = [f"ignored tensors outside {prefix!r}: {summarize_names(beside)}."] if beside else []
         inside = archive.tensors.strip_prefix(prefix).rename(form.normalize_name)
         return form, replace(archive, tensors=inside, notes=[*archive.notes, *aside])
     names = list(archive.tensors)
     shown = f"({', '.join(names[:4])}, ... {len(names)} in all)"
     if said.library:
         raise FormatError(
-            f"{archive.source}: {said.file} says that this is {said.library}'s {said.model}, and vitrail reads none "
-            f"of {said.library}'s models whose tensors have these names {shown}; {_ELSEWHERE}"
+            f"{archive.source}: {said.file} names {said.library}'s {said.model}, but vitrail reads no "
+            f"{said.library} model with these tensor names {shown}; {_MOVE_HINT}"
         )
     known = ", ".join(dict.fromkeys(f.name for f in FORMATS))
     raise FormatError(
-        _hinted(archive, f"{archive.source}: the names are of no known format {shown}; known are {known}.")
+        _with_hint(
+            archive, f"{archive.source}: the tensor names {shown} match no known format; known formats are {known}."
+        )
     )
 
 
-def _hinted(archive: Archive, said: str) -> str:
-    """With what to do about a sidecar that belongs to another file, or is missing beside a file of transformers."""
+def _with_hint(archive: Archive, said: str) -> str:
+    """Add a hint to a message if a sidecar file belongs to other weights or a transformers config is missing."""
     stated = stated_model(archive)
     beside = stated.library in ("timm", "huggingface") and stated.file not in archive.metadata
     if beside and "left over" in said:
-        return f"{said} {stated.file} says that this is {stated.library}'s {stated.model}; {_ELSEWHERE}"
+        return f"{said} {stated.file} names {stated.library}'s {stated.model}; {_MOVE_HINT}"
     bare = not stated.library and any("embeddings.patch_embed" in name for name in archive.tensors)
-    return f"{said.rstrip('.')}; its config.json, put beside it, would say what model it is." if bare else said
+    return f"{said.rstrip('.')}; put its config.json beside it to say which model it is." if bare else said
 
 
 def read(
@@ -111,35 +114,35 @@ def read(
     check_finite: bool = True,
     overrides: Mapping[str, Any] | None = None,
 ) -> tuple[Net, ModelInfo]:
-    """Network (in evaluation mode) and info from a file or folder, or from one that is open.
+    """The network, in evaluation mode, and the model info from a file, folder or open archive.
 
-    Tensors are mapped from the file where their layout and address allow, else copied. `dtype=None`
-    keeps what is stored; `check_finite=False` lets NaN and infinity pass; `family` settles what the file does
-    not say; `changes` override fields of the config (activation="gelu-quick"), and stand in for those the
-    file cannot tell (num_heads=4, image_size=(224, 448)).
+    Tensors are memory-mapped if their layout and address allow it, else copied. `dtype=None` keeps the stored dtype;
+    `check_finite=False` accepts NaN and infinity; `family` is used if the file does not state it; `overrides` replaces
+    config fields (activation="gelu-quick") and supplies those that the file does not state (num_heads=4,
+    image_size=(224, 448)).
     """
     if not isinstance(path, Archive) and Path(path).suffix.lower() in EXPORT_SUFFIXES and Path(path).is_file():
         raise CheckpointError(
-            f"{path} is exported: it can be run, but not looked into, changed or trained; "
-            "take the checkpoint it was made from."
+            f"{path} is an exported model: it can be run, but not explained, modified or trained; "
+            "use the checkpoint it was exported from."
         )
-    family = _known(family)
+    family = _canonical_family(family)
     with closing(path if isinstance(path, Archive) else open_archive(path, section=section)) as opened:
-        form, archive = detect_format(_headed(opened), family)
+        form, archive = detect_format(_with_header_sidecars(opened), family)
         archive.hints.update(overrides or {}, **({"family": family} if family else {}))
-        with _reading(form, archive):
+        with _explain_format_errors(form, archive):
             check_names(archive.tensors)
             info = form.infer_info(archive)
-        info = _settled(info, family, overrides or {})
-        with _reading(form, archive):
+        info = _apply_overrides(info, family, overrides or {})
+        with _explain_format_errors(form, archive):
             check_sizes(info, archive.tensors)
             net = build(info.config, meta=True)
             state = form.table(info.config).read(archive.tensors, net, info.config)
     stored = {t.dtype for t in state.values()}
     if whole := [str(d).removeprefix("torch.") for d in stored if not d.is_floating_point]:
         raise FormatError(
-            f"{archive.source}: its weights are {', '.join(sorted(whole))}: quantized, with scales that vitrail does "
-            "not read; take the floating-point weights they were made from."
+            f"{archive.source}: its weights are quantized ({', '.join(sorted(whole))}), and vitrail does not read "
+            "their scales; use the floating-point weights they were made from."
         )
     if check_finite:
         _check_finite(state, archive.source)
@@ -161,7 +164,7 @@ def write(
     overwrite: bool = False,
     approximate: bool = False,
 ) -> list[str]:
-    """Write in a format by name, or raise ConversionError before anything is written; what to say aloud comes back."""
+    """Write in the named format and return notes for the user; ConversionError is raised before anything is written."""
     form = format_for(to, info)
     form.check_writable(info, approximate)
     _check_shapes(net, info)
@@ -170,31 +173,31 @@ def write(
     try:
         Path(path).expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"could not make the folder for {path}: {error.strerror or error}.") from None
+        raise CheckpointError(f"could not create the folder for {path}: {error.strerror or error}.") from None
     return form.write(Path(path), theirs, info, overwrite) or []
 
 
 def _check_shapes(net: Net, info: ModelInfo) -> None:
-    """Raise ModelError where the network is not what its config says, and so could not be read again."""
+    """Raise ModelError if the network's tensors do not match its config: the file could not be read back."""
     wanted = build(info.config, meta=True).state_dict()
     for name, tensor in net.state_dict().items():
         if name in wanted and tensor.shape != wanted[name].shape:
             raise ModelError(
-                f"the network's {name} is {tuple(tensor.shape)}, and its config says {tuple(wanted[name].shape)}: a "
-                "part was replaced. Use with_classes, with_channels or resized, which change both."
+                f"the network's {name} is {tuple(tensor.shape)}, but its config gives {tuple(wanted[name].shape)}: a "
+                "module was replaced. Use with_classes, with_channels or resized, which change both."
             )
 
 
 def format_for(name: str, info: ModelInfo) -> Format:
-    """The format of this name; Google's and big_vision's BiT have tables of their own."""
+    """The format of this name that can represent the model; Google's and big_vision's BiT have their own tables."""
     named = [f for f in FORMATS if f.name == name]
     if not named:
         raise NotFoundError(f"no format is called {name!r}{did_you_mean(name, {f.name for f in FORMATS})}")
     return next((f for f in named if not f.unsupported_parts(info)), named[0])
 
 
-def _headed(archive: Archive) -> Archive:
-    """With the JSON of its header, which in a file alone stands for the files that would lie beside it."""
+def _with_header_sidecars(archive: Archive) -> Archive:
+    """Add the JSON files stored in a safetensors header to the archive's sidecars."""
     named = {name: text for name, text in archive.metadata.items() if name.endswith(".json")}
     try:
         return replace(archive, sidecars=archive.sidecars | {name: json.loads(text) for name, text in named.items()})
@@ -205,12 +208,12 @@ def _headed(archive: Archive) -> Archive:
 
 
 @contextmanager
-def _reading(form: Format, archive: Archive) -> Iterator[None]:
-    """What goes wrong in reading a file that has a format's marks, in one sentence that names both."""
+def _explain_format_errors(form: Format, archive: Archive) -> Iterator[None]:
+    """Turn errors while reading a file into one sentence that names the file and the format."""
     try:
         yield
     except FormatError as error:
-        said = _hinted(archive, str(error))
+        said = _with_hint(archive, str(error))
         said = said if said.startswith("read as") else f"read as {form.name}: {said}"
         raise FormatError(str(error) if archive.source in str(error) else f"{archive.source}: {said}") from error
     except CheckpointError:
@@ -219,20 +222,20 @@ def _reading(form: Format, archive: Archive) -> Iterator[None]:
         raise FormatError(f"{archive.source}: read as {form.name}, {error.args[0]} is missing.") from error
     except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise FormatError(
-            f"{archive.source}: read as {form.name}, its parts do not fit: {first_line(error)}."
+            f"{archive.source}: read as {form.name}, its parts do not match: {first_line(error)}."
         ) from error
 
 
-def _known(family: str | None) -> str | None:
-    """A family as FAMILIES spells it."""
+def _canonical_family(family: str | None) -> str | None:
+    """A family's name with the capitalization of FAMILIES."""
     found = next((known for known in FAMILIES if known.lower() == str(family).lower()), family)
     if found is not None and found not in FAMILIES:
         raise NotFoundError(f"no family is called {family!r}{did_you_mean(found, FAMILIES)}")
     return found
 
 
-def _settled(info: ModelInfo, family: str | None, changes: Mapping[str, Any]) -> ModelInfo:
-    """With what the caller says, which goes before what was assumed."""
+def _apply_overrides(info: ModelInfo, family: str | None, changes: Mapping[str, Any]) -> ModelInfo:
+    """Apply the caller's family and config overrides, which take precedence over assumptions."""
     if changes:
         info = info.replace(config=info.config.replace(**changes))
     if family is None:
@@ -247,11 +250,11 @@ def _settled(info: ModelInfo, family: str | None, changes: Mapping[str, Any]) ->
 
 @torch.no_grad()
 def _check_finite(state: Mapping[str, Tensor], source: str) -> None:
-    # The smallest and the largest in one pass, without a mask as large as the weights.
+    # aminmax needs one pass and no mask as large as the weights.
     bad = [n for n, t in state.items() if t.numel() and not torch.stack(torch.aminmax(t)).isfinite().all()]
     if bad:
         shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
         raise CheckpointError(
-            f"{source}: {shown} hold NaN or infinity: a damaged file or a diverged run; "
-            "an earlier checkpoint may be whole (check_finite=False loads it all the same)."
+            f"{source}: {shown} contain NaN or infinity: the file is damaged or the run diverged; "
+            "try an earlier checkpoint (check_finite=False loads it anyway)."
         )

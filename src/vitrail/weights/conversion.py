@@ -1,4 +1,4 @@
-"""Writing a model in another library's format, and what its next reader will not know."""
+"""Convert a model to another library's format, verify it, and report what the format does not store."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from vitrail.weights.model_info import ModelInfo
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A checkpoint that was written and reads back with the same tensors."""
+    """The result of a conversion: the checkpoint was written and reads back with identical tensors."""
 
     to: str
     """The format."""
     num_tensors: int
-    """How many were compared."""
+    """Number of tensors that were compared."""
     inexact_conventions: tuple[str, ...]
-    """Conventions that the format cannot state: its library computes slightly different numbers."""
+    """Conventions that the format cannot state: its library computes slightly different outputs."""
     lost: tuple[str, ...]
-    """What the file does not say, so that its next reader assumes something else."""
+    """Information that the file does not store, so that a reader makes other assumptions."""
     writer_notes: tuple[str, ...] = ()
-    """Further notes of the writer, such as a type that was widened."""
+    """Further notes of the writer, such as dtypes that were converted."""
 
     @property
     def notes(self) -> list[str]:
-        """All of it, as sentences for people."""
+        """All of this as sentences for the user."""
         return [
             *self.writer_notes,
             *(
-                f"{self.to}'s format cannot state {what}; its library computes slightly different numbers."
+                f"{self.to}'s format cannot state {what}; its library computes slightly different outputs."
                 for what in self.inexact_conventions
             ),
-            *(f"{self.to}'s format does not carry {what}; who reads it must be told." for what in self.lost),
+            *(f"{self.to}'s format does not store {what}; readers of the file will not have it." for what in self.lost),
         ]
 
 
@@ -54,14 +54,14 @@ def convert(
 ) -> Conversion:
     """Write a checkpoint, read it back and compare every tensor.
 
-    ConversionError is raised, before anything is written, where the format has no place for the model, or where
-    its library would compute slightly different numbers and `approximate` is false.
+    ConversionError is raised before anything is written if the format cannot represent the model, or if its library
+    would compute slightly different outputs and `approximate` is false.
     """
     written = checkpoint.write(net, info, path, to=to, overwrite=overwrite, approximate=approximate)
     again, back, unsaid = _read_back(Path(path).expanduser(), info)
     return Conversion(
         to=to,
-        num_tensors=_compared(net, again, path),
+        num_tensors=_count_equal_tensors(net, again, path),
         inexact_conventions=tuple(checkpoint.format_for(to, info).inexact_conventions(info)),
         lost=(*unsaid, *lost_information(info, back)),
         writer_notes=tuple(written),
@@ -69,7 +69,7 @@ def convert(
 
 
 def lost_information(info: ModelInfo, back: ModelInfo) -> list[str]:
-    """What a model info said before writing that the info read back does not say."""
+    """What the original model info states and the one read back does not."""
     found = []
     if info.labels is not None and back.labels != info.labels:
         found.append("class names")
@@ -80,7 +80,7 @@ def lost_information(info: ModelInfo, back: ModelInfo) -> list[str]:
         found.append("whether an image may have several classes (multi-label), or exactly one")
     ours, theirs = info.preprocess.to_dict(), back.preprocess.to_dict()
     if ours["resize"] == "squash" and not ours["resize_to"]:
-        ours.pop("crop_rounding")  # of a crop, and there is none
+        ours.pop("crop_rounding")  # there is no crop
     differ = [f"{name}={value}" for name, value in ours.items() if theirs[name] != value]
     if differ:
         found.append(f"preprocessing ({', '.join(differ)})")
@@ -91,27 +91,29 @@ def lost_information(info: ModelInfo, back: ModelInfo) -> list[str]:
 
 
 def _read_back(path: Path, info: ModelInfo) -> tuple[Net, ModelInfo, list[str]]:
-    """The network and info as read from the file alone; where that is not enough, told its family, which is a loss."""
-    told = {"num_heads": info.config.num_heads} if isinstance(info.config, ViTConfig) else {}  # a bare file may not say
+    """The network and model info from the file alone; if that fails, with its family given, which counts as lost."""
+    told = (
+        {"num_heads": info.config.num_heads} if isinstance(info.config, ViTConfig) else {}
+    )  # a bare file may not state it
     try:
         net, back = checkpoint.read(path, dtype=None, check_finite=False, overrides=told)
     except FormatError:
         net, back = checkpoint.read(path, dtype=None, check_finite=False, overrides=told, family=info.family)
-        return net, back, [f"its family, without which it is not read (family={info.family})"]
+        return net, back, [f"its family, without which it cannot be read (family={info.family})"]
     return net, back, []
 
 
-def _compared(net: Net, again: Net, path: str | Path) -> int:
-    """How many tensors there are, all of them the same in both."""
+def _count_equal_tensors(net: Net, again: Net, path: str | Path) -> int:
+    """The number of tensors; CheckpointError if any differ."""
     ours, back = net.state_dict(), again.state_dict()
     differ = sorted(ours.keys() ^ back.keys())
-    differ += [name for name in ours if name in back and not _same(ours[name], back[name])]
+    differ += [name for name in ours if name in back and not _is_equal(ours[name], back[name])]
     if differ:
         raise CheckpointError(f"{path} reads back differently: {', '.join(differ[:8])}; please report this.")
     return len(ours)
 
 
-def _same(ours: Tensor, back: Tensor) -> bool:
+def _is_equal(ours: Tensor, back: Tensor) -> bool:
     ours = ours.cpu()
     back = back.to(ours.dtype)  # NumPy has no bfloat16: float32 holds the same values
     if ours.shape != back.shape:

@@ -1,4 +1,4 @@
-"""What a checkpoint format is: how it is recognized, read, and written."""
+"""Format: how one library's checkpoints are detected, read and written."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import AnyConfig, RenameTable
 
 Writer = Callable[[Path, Mapping[str, Tensor], ModelInfo, bool], list[str] | None]
-"""Path, their tensors, info, overwrite -> what to say aloud, if anything."""
+"""(path, tensors under the format's names, model info, overwrite) -> notes for the user, if any."""
 
 
 def header_metadata(sidecars: Mapping[str, Any]) -> dict[str, str]:
-    """The header of a safetensors file that stands alone: the JSON files that would lie beside it, by name."""
+    """The metadata of a single safetensors file: the JSON files that a folder would hold, by file name."""
     return {"format": "pt", **{name: json.dumps(value) for name, value in sidecars.items()}}
 
 
@@ -30,41 +30,42 @@ def no_parts(_: ModelInfo) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One way of storing a Vision Transformer."""
+    """A checkpoint format."""
 
     name: str
-    """What `--to` takes and messages say."""
+    """As given to `--to` and shown in messages."""
     detect: Callable[[Archive], str | None]
-    """The prefix its names stand under ("" for none), from the names and shapes alone; None: not this."""
+    """The prefix of the network's tensor names ("" for none), from names and shapes alone; None for another format."""
     infer_info: Callable[[Archive], ModelInfo]
-    """Config, preprocessing and labels, from shapes and sidecars; names come without the prefix."""
+    """The model info, from tensor shapes and sidecar files. The prefix has been removed from the names."""
     table: Callable[[AnyConfig], RenameTable]
     """The rename table for a network of this config."""
     write: Writer | None = None
-    """Path, their tensors, info, overwrite -> files. None: read only."""
+    """Writes the files; None for a read-only format."""
     unsupported_parts: Callable[[ModelInfo], list[str]] = no_parts
-    """Parts of a model the format has no place for, by name."""
+    """Names the parts of a model that the format cannot represent."""
     inexact_conventions: Callable[[ModelInfo], list[str]] = no_parts
-    """Conventions the format cannot state: the tensors fit, the other library's numbers differ a little."""
+    """Names the conventions that the format cannot state: the tensors fit, but the other library's outputs differ
+    slightly."""
 
     ignored_outside: tuple[str, ...] = ()
-    """Patterns of tensors that may stand beside the prefix: heads of other tasks, text towers."""
+    """Patterns of tensor names outside the prefix that may be ignored: heads of other tasks, text towers."""
 
     normalize_name: Callable[[str], str] = str
-    """Applied to their names, after the prefix is gone, before anything else reads them."""
+    """Applied to the tensor names after the prefix is removed and before anything else reads them."""
 
     def check_writable(self, info: ModelInfo, approximate: bool = False) -> None:
-        """Raise ConversionError where this model does not fit; small drifts pass if told so."""
+        """Raise ConversionError if the format cannot represent the model; `approximate` permits inexact conventions."""
         if self.write is None:
-            raise ConversionError(f"{self.name} files can be read, not written.")
+            raise ConversionError(f"{self.name} files can be read but not written.")
         if parts := self.unsupported_parts(info):
-            raise ConversionError(f"{self.name}'s format has no place for {_and(parts)}.")
+            raise ConversionError(f"{self.name}'s format cannot represent {_join_and(parts)}.")
         if (drifts := self.inexact_conventions(info)) and not approximate:
             raise ConversionError(
-                f"{self.name}'s format cannot state {_and(drifts)}; its library would compute slightly "
-                "different numbers. Pass --approximate (approximate=True) to write it all the same."
+                f"{self.name}'s format cannot state {_join_and(drifts)}; its library would compute slightly "
+                "different outputs. Pass --approximate (approximate=True) to write it anyway."
             )
 
 
-def _and(parts: list[str]) -> str:
+def _join_and(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]

@@ -1,4 +1,4 @@
-"""A checkpoint by any name, and what is asked of it: another image size, other channels, a new head."""
+"""Load a checkpoint by path, name or hub id, and adapt it: image size, channels, number of classes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_checkpoint(
     overrides: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Net, ModelInfo]:
-    """Network (in evaluation mode) and info; what was done and assumed is in the model info's notes."""
+    """The network, in evaluation mode, and the model info, whose notes list what was changed and assumed."""
     found = locate(source)
     net, info = _read(found.path, image_size, dict(overrides or {}), **options)
     if found.origin:
@@ -33,7 +33,7 @@ def load_checkpoint(
 
 
 def _read(path: Path, image_size: Pair | None, changes: dict[str, Any], **options: Any) -> tuple[Net, ModelInfo]:
-    """The checkpoint as it is; or, where it does not tell its own size and cannot be read, of the size asked for."""
+    """Read the checkpoint as stored; if that fails because its image size is unknown, with the requested size."""
     try:
         return checkpoint.read(path, overrides=changes, **options)
     except FormatError:
@@ -51,12 +51,14 @@ def adapt_model(
     channels: int | None = None,
     num_classes: int | None = None,
 ) -> tuple[Net, ModelInfo]:
-    """The same model for another image size, other channels or other classes."""
+    """Adapt a model to another image size, number of channels or number of classes."""
     if image_size is not None and pair(image_size) != pair(net.config.image_size):
         net = net.resized(image_size)
         info = info.replace(config=net.config)
         if isinstance(net, ViT) and net.config.position.startswith("learned"):
-            info = info.with_notes(f"positions were resampled to {_size(image_size)} as {net.config.resample} does it")
+            info = info.with_notes(
+                f"position embeddings were resampled to {_format_size(image_size)} ({net.config.resample} method)"
+            )
     if image_size is not None and pair(image_size) != pair(info.preprocess.image_size):
         info = info.replace(preprocess=preprocess_for_size(info.preprocess, pair(image_size), info.preprocess.channels))
     if channels is not None and channels != net.config.channels:
@@ -68,13 +70,11 @@ def adapt_model(
     if num_classes is None:
         return net, info
     if num_classes == net.config.num_classes and info.task == "classify":
-        return net, info.with_notes(f"it has {num_classes} classes already: its head is kept as it is")
+        return net, info.with_notes(f"it already has {num_classes} classes: its head is kept")
     net = net.with_classes(num_classes)
     info = info.replace(config=net.config, labels=None, multi_label=False, task="classify" if num_classes else "embed")
     return net, info.with_notes(
-        f"the head is new: {num_classes} classes, all zeros until it is trained"
-        if num_classes
-        else "the head was taken off"
+        f"the head is new: {num_classes} classes, all zeros until trained" if num_classes else "the head was removed"
     )
 
 
@@ -88,8 +88,12 @@ def _channels_note(net: Net, channels: int) -> str:
         how = f"cut from {had} to {channels} and scaled by {had}/{channels}"
     note = f"for {channels} channel{plural} the first filters were {how}"
     standardized = isinstance(net.config, BiTConfig) or net.config.stem is not None
-    return f"{note}; its first convolution is standardized, so train it before relying on it" if standardized else note
+    return (
+        f"{note}; its first convolution is weight-standardized, so the model must be fine-tuned before use"
+        if standardized
+        else note
+    )
 
 
-def _size(image_size: Pair) -> str:
+def _format_size(image_size: Pair) -> str:
     return "x".join(map(str, pair(image_size)))

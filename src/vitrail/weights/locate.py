@@ -1,4 +1,4 @@
-"""Where a model's files are: an existing path, a model that ships with the package, a published name, a hub id."""
+"""Find a model's files by path, name of a shipped or published model, or hub id."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ WEIGHTS_SUFFIXES = frozenset({".safetensors", ".npz", ".pth", ".pt", ".bin", ".c
 
 @dataclass(frozen=True)
 class ModelLocation:
-    """Where a model's files are."""
+    """The path of a model's files."""
 
     path: Path
     origin: str = ""
-    """The hub id they came from, or the name under which they ship."""
+    """The hub id or the shipped model's name; empty for a local path."""
     notes: tuple[str, ...] = ()
-    """What to say about the choice."""
+    """Notes for the user about the choice."""
 
 
 def locate(source: str | Path | ModelLocation) -> ModelLocation:
-    """The files of an existing path, a model's name or a hub id; what is not here yet is downloaded."""
+    """Find the files of a path, model name or hub id; downloads them if needed."""
     if isinstance(source, ModelLocation):
         return source
     text, path = str(source), Path(source).expanduser()
     if not text.strip():
-        raise NotFoundError("got an empty name, wanted a file, a folder, a model's name or a hub id.")
+        raise NotFoundError("got an empty name, wanted a file, a folder, a model name or a hub id.")
     if _exists(path):
-        return ModelLocation(_model_of(path))
+        return ModelLocation(_model_folder(path))
     if isinstance(source, Path):
-        return _missing(path)
+        return _raise_not_found(path)
     if text in SHIPPED:
         return ModelLocation(SHIPPED[text].path, text)
     variant = find_published(text)
-    if variant is not None and _stands_for(text, variant):
-        return _published(text, variant)
+    if variant is not None and _is_variant_name(text, variant):
+        return _download_variant(text, variant)
     if re.fullmatch(r"[^/]+/\d+(-\w+)?(@\w+)?", text):  # ViT-B/16: no hub id ends in a bare number
-        raise NotFoundError(_unpublished(text))
+        raise NotFoundError(_unpublished_message(text))
     from vitrail.weights import hub  # huggingface_hub takes a while to import
 
     if hub.HUB_PREFIX.match(text):
         return ModelLocation(hub.fetch(text), hub.HUB_PREFIX.sub("", text, count=1))
-    if re.fullmatch(r"(vit|deit|resnetv2|flexivit|eva)\w*\.[a-z]\w+", text):  # as timm spells its tags
+    if re.fullmatch(r"(vit|deit|resnetv2|flexivit|eva)\w*\.[a-z]\w+", text):  # a timm name with its tag
         return ModelLocation(hub.fetch(f"timm/{text}"), f"timm/{text}", (f"{text} is read as timm/{text}",))
     if _looks_like_path(text, path):
-        return _missing(path)
+        return _raise_not_found(path)
     if hub.parse_hub_id(text) is None:
         raise NotFoundError(f"no file, folder or model is called {text!r}{_suggestion(text)}")
     try:
@@ -63,21 +63,21 @@ def locate(source: str | Path | ModelLocation) -> ModelLocation:
     except VitrailError as error:
         near = difflib.get_close_matches(text, [*SHIPPED, *(v.hub_id for v in PUBLISHED_MODELS)], n=1, cutoff=0.85)
         hint = f" Did you mean {near[0]}?" if near and near[0] != text and find_published(text) is None else ""
-        raise type(error)(f"there is no file or folder {text}, and as a hub id: {error}{hint}") from error
+        raise type(error)(f"there is no file or folder {text}; as a hub id: {error}{hint}") from error
 
 
-def _model_of(path: Path) -> Path:
-    """A run folder stands for the model in it."""
+def _model_folder(path: Path) -> Path:
+    """The path of the model; for a training run's folder, the model in it."""
     if not (path / "checkpoint").is_dir() or not (path / "metrics.jsonl").exists():
         return path
     if not (path / "model").is_dir():
         resume = f"vitrail train --resume --out {shlex.quote(str(path))}"
-        raise NotFoundError(f"the run in {path} is not finished and has no model yet; go on with {resume}.")
+        raise NotFoundError(f"the run in {path} is not finished and has no model yet; continue it with {resume}.")
     return path / "model"
 
 
-def _missing(path: Path) -> ModelLocation:
-    """Raise NotFoundError with the models beside it; without a folder to look in, opening says what is wrong."""
+def _raise_not_found(path: Path) -> ModelLocation:
+    """Raise NotFoundError and list the models in the folder; if it cannot be listed, opening the path fails later."""
     folder = path.parent
     if os.path.islink(path) or not os.access(folder, os.R_OK | os.X_OK) or not folder.is_dir():
         return ModelLocation(path)
@@ -86,12 +86,12 @@ def _missing(path: Path) -> ModelLocation:
     if near:
         raise NotFoundError(f"no such file: {path}; did you mean {str(folder / near[0])!r}?")
     if not names:
-        raise NotFoundError(f"no such file: {path}, and no model in {folder} either.")
-    raise NotFoundError(f"no such file: {path}; there is {summarize_names(str(folder / name) for name in names)}.")
+        raise NotFoundError(f"no such file: {path}; {folder} contains no models.")
+    raise NotFoundError(f"no such file: {path}; found {summarize_names(str(folder / name) for name in names)}.")
 
 
 def _models_in(folder: Path) -> list[str]:
-    """Names of what could be a model there: files of weights, folders with some, run folders."""
+    """Names of possible models in a folder: weights files, folders with weights, run folders."""
     with suppress(OSError):
         return sorted(f.name for f in folder.iterdir() if not f.name.startswith(".") and _may_be_model(f))
     return []
@@ -102,24 +102,24 @@ def _may_be_model(path: Path) -> bool:
         if not path.is_dir():
             return path.suffix.lower() in WEIGHTS_SUFFIXES
         return any(f.name == "config.json" or f.suffix.lower() in WEIGHTS_SUFFIXES for f in path.iterdir())
-    except OSError:  # a folder that may not be read
+    except OSError:  # no permission to read the folder
         return False
 
 
-def _stands_for(text: str, variant: PublishedModel) -> bool:
-    """Whether this is a name, and not the hub id of another copy of the same model."""
+def _is_variant_name(text: str, variant: PublishedModel) -> bool:
+    """Whether the text is the variant's name, not the hub id of another copy of the same model."""
     return text.lower() == variant.name.lower() or "/" not in text.removeprefix("timm/")
 
 
-def _published(text: str, variant: PublishedModel) -> ModelLocation:
+def _download_variant(text: str, variant: PublishedModel) -> ModelLocation:
     from vitrail.weights import hub  # huggingface_hub takes a while to import
 
     if not variant.hub_id:
         where = (
-            f"lie at {variant.weights_url}: fetch that file and load it" if variant.weights_url else "are not public"
+            f"are at {variant.weights_url}: download that file and load it" if variant.weights_url else "are not public"
         )
         raise NotFoundError(
-            f"the weights of {variant.name} {where}; vitrail.create({variant.name!r}) builds it untrained."
+            f"the weights of {variant.name} {where}; vitrail.create({variant.name!r}) builds it without weights."
         )
     said = "" if text == variant.hub_id else f"{text} stands for {variant.hub_id}"
     try:
@@ -128,8 +128,8 @@ def _published(text: str, variant: PublishedModel) -> ModelLocation:
         raise type(error)(f"{said}: {error}" if said else str(error)) from error
 
 
-def _unpublished(text: str) -> str:
-    """Why a name of our grammar cannot be loaded."""
+def _unpublished_message(text: str) -> str:
+    """Why a valid model name cannot be loaded."""
     try:
         parse_name(text)
     except NotFoundError as error:
@@ -138,10 +138,10 @@ def _unpublished(text: str) -> str:
     known = find_published(base)
     if image and known is not None and known.hub_id:
         return (
-            f"{text} has no public weights of its own; load {base} with image_size={image}, "
-            "which resamples its positions."
+            f"{text} has no public weights; load {base} with image_size={image}, "
+            "which resamples its position embeddings."
         )
-    return f"{text} has no public weights; vitrail.create({text!r}) builds it untrained."
+    return f"{text} has no public weights; vitrail.create({text!r}) builds it without weights."
 
 
 def _looks_like_path(text: str, path: Path) -> bool:
@@ -167,4 +167,4 @@ def _suggestion(text: str) -> str:
     near = difflib.get_close_matches(text, sorted(known | set(_models_in(Path()))), n=1)
     if near:
         return f"; did you mean {near[0]!r}?"
-    return "; `vitrail models` lists the names, and a hub id is written user/model."
+    return "; `vitrail models` lists the names; a hub id has the form user/model."

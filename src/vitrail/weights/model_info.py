@@ -1,4 +1,4 @@
-"""What travels with weights: the network's config, its preprocessing, its class names."""
+"""ModelInfo: what a checkpoint holds besides its tensors (config, preprocessing, class names)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vitrail.errors import ConfigError, FormatError
 from vitrail.models.families import FAMILIES, TIMM
 
 FINE_TUNED_PREFIX, TRAINED_PREFIX = "fine-tuned from ", "trained on "
-"""What the origin of a model that vitrail trained begins with."""
+"""Prefixes of `ModelInfo.origin` for models that vitrail trained."""
 LOCAL_PATH = re.compile(
     rf"(?P<start>(?:{FINE_TUNED_PREFIX}|{TRAINED_PREFIX})*(?:[a-z]+:)??)(?P<path>([/\\~]|[A-Za-z]:[/\\]|\.{{1,2}}([/\\]|$)).*)",
     re.DOTALL,
 )
-"""A path that starts at the root, the home folder or above the working directory, perhaps with a word about it."""
+"""A path from the root, the home folder or above the working directory, with an optional prefix such as `folder:`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +29,19 @@ class ModelInfo:
     config: ViTConfig | BiTConfig
     preprocess: PreprocessConfig
     labels: tuple[str, ...] | None = None
-    """Class names in the head's order; None where the checkpoint does not say."""
+    """Class names in the order of the head's outputs; None if the checkpoint has none."""
     family: str = "ViT"
     """A key of `models.families.FAMILIES`."""
     task: Literal["classify", "embed"] = "classify"
-    """Whether the outputs are classes or a space to compare images in."""
+    """Whether the outputs are class logits or an embedding."""
     multi_label: bool = False
-    """Whether an image may have several of the classes, each with a probability of its own."""
+    """Multi-label: an image may have several classes, and each output goes through its own sigmoid."""
     name: str = ""
-    """The model's own name, such as that of the run that trained it; empty where only its origin is known."""
+    """The model's own name, such as that of the run that trained it; may be empty."""
     origin: str = ""
-    """What it was read, trained or fine-tuned from, for people."""
+    """What the model was read, trained or fine-tuned from, as text for display."""
     notes: tuple[str, ...] = field(default=())
-    """What was assumed in reading it: said aloud, not stored."""
+    """Assumptions made while reading the checkpoint. They are logged, not stored."""
 
     def __post_init__(self) -> None:
         if self.labels is not None and self.config.num_classes != len(self.labels):
@@ -49,17 +49,17 @@ class ModelInfo:
 
     @property
     def title(self) -> str:
-        """What to call the model: its own name, else its file's, else what it was made from."""
+        """Display name: `name`, else one derived from `origin`, else the family."""
         if self.name:
             return self.name
         origin = strip_local_folders(self.origin)
         if origin.startswith(FINE_TUNED_PREFIX):
-            return f"fine-tuned {_stem(origin.removeprefix(FINE_TUNED_PREFIX))}"
-        return f"{self.family} {origin}" if origin.startswith(TRAINED_PREFIX) else _stem(origin) or self.family
+            return f"fine-tuned {_file_stem(origin.removeprefix(FINE_TUNED_PREFIX))}"
+        return f"{self.family} {origin}" if origin.startswith(TRAINED_PREFIX) else _file_stem(origin) or self.family
 
     @property
     def trained_by_vitrail(self) -> bool:
-        """Whether vitrail trained it: then class names, where it has none, were not left out by another library."""
+        """Whether vitrail trained the model. If it then has no class names, they cannot be assumed to be ImageNet's."""
         return self.origin.startswith((FINE_TUNED_PREFIX, TRAINED_PREFIX))
 
     def replace(self, **changes: Any) -> ModelInfo:
@@ -69,11 +69,11 @@ class ModelInfo:
         return replace(self, notes=(*self.notes, *notes))
 
     def to_dict(self) -> dict[str, Any]:
-        """What is stored: plain values only."""
+        """The stored form: plain JSON values."""
         return {
             "format": "vitrail",
             "version": VERSION,
-            "kind": "bit" if isinstance(self.config, BiTConfig) else "vit",
+            "config_type": "bit" if isinstance(self.config, BiTConfig) else "vit",
             "family": self.family,
             "task": self.task,
             "multi_label": self.multi_label,
@@ -92,10 +92,14 @@ class ModelInfo:
                 f"version={values.get('version')!r}."
             )
         values = current("model", values)
-        for name, known in (("kind", ("vit", "bit")), ("task", ("classify", "embed")), ("family", tuple(FAMILIES))):
+        for name, known in (
+            ("config_type", ("vit", "bit")),
+            ("task", ("classify", "embed")),
+            ("family", tuple(FAMILIES)),
+        ):
             if values[name] not in known:
                 raise FormatError(f"the model info's {name}={values[name]!r} is not one of {', '.join(known)}.")
-        config_type = BiTConfig if values["kind"] == "bit" else ViTConfig
+        config_type = BiTConfig if values["config_type"] == "bit" else ViTConfig
         labels = values.get("labels")
         return cls(
             config=config_type.from_dict(values["model"]),
@@ -110,28 +114,27 @@ class ModelInfo:
 
 
 def strip_local_folders(text: str) -> str:
-    """A path, a data set (folder:/home/me/photos) or an origin, without the folders of this machine.
+    """Shorten an absolute path in a path, data spec (folder:/home/me/photos) or origin to its last component.
 
-    What is meant to be sent to others keeps the last part of an absolute path; names, hub ids and paths from the
-    working directory on stay as they are.
+    Used for text that is shared with others. Names, hub ids and relative paths are returned unchanged.
     """
     found = LOCAL_PATH.fullmatch(text)
     return found["start"] + (PureWindowsPath(found["path"]).name or found["path"]) if found else text
 
 
-def _stem(origin: str) -> str:
-    """The name of a file of weights without its ending; a hub id or a name as it is."""
+def _file_stem(origin: str) -> str:
+    """A weights file's name without its suffix; a hub id or name unchanged."""
     path = PurePath(origin)
     return path.stem if path.suffix in (".safetensors", ".npz", ".pth", ".pt", ".bin") else origin
 
 
 def family_conventions(family: str, config: ViTConfig | BiTConfig) -> dict[str, Any]:
-    """What the family's own code has fixed and no tensor shows: which GELU, which epsilon, how positions resize."""
+    """Config fields that a family's reference code fixes and no tensor shows: `activation`, `norm_eps`, `resample`."""
     if isinstance(config, BiTConfig):
         return {}
     options = FAMILIES[family].config_overrides
     fixed: dict[str, Any] = {name: options[name] for name in ("activation", "norm_eps", "resample") if name in options}
-    if config.activation == "swiglu":  # tensors do show that
+    if config.activation == "swiglu":  # visible in the tensors
         fixed.pop("activation", None)
     if family == "DINOv2" and config.num_registers:
         fixed["resample"] = "timm"  # antialiased, without the offset: unlike DINOv2 without registers
@@ -139,7 +142,7 @@ def family_conventions(family: str, config: ViTConfig | BiTConfig) -> dict[str, 
 
 
 def default_preprocess(family: str, config: ViTConfig | BiTConfig, library: str = "") -> PreprocessConfig:
-    """How a family's images are prepared where the checkpoint does not say; timm has its own way with ViT."""
+    """A family's default preprocessing, for checkpoints that state none. timm's default for ViT is its own."""
     known = TIMM if library == "timm" and family == "ViT" else FAMILIES[family]
     size = pair(config.image_size)
     if (
@@ -154,9 +157,10 @@ def default_preprocess(family: str, config: ViTConfig | BiTConfig, library: str 
 def preprocess_for_size(
     usual: PreprocessConfig, size: tuple[int, int], channels: int, crop: Callable[[int], float] | None = None
 ) -> PreprocessConfig:
-    """The same at another size and for other channels; the crop keeps its share unless told another.
+    """Adapt preprocessing to an image size and number of channels.
 
-    A crop that is not square is just covered: with its short side alone fitted, an image would be padded.
+    `crop` gives the crop ratio for a side length; without it, the current ratio is kept. For a crop that is not square,
+    the image is resized to just cover it: resizing the short side alone would require padding.
     """
     if usual.resize == "short" and size[0] != size[1]:
         usual = usual.replace(resize_to=None)
@@ -167,7 +171,7 @@ def preprocess_for_size(
 
 
 def preprocess_for_channels(preprocess: PreprocessConfig, channels: int) -> PreprocessConfig:
-    """Mean and spread for another number of channels: their average for one, in turn for more."""
+    """Adapt mean and std to a number of channels: averaged for one channel, repeated in turn for more than three."""
     mean, std = preprocess.mean, preprocess.std
     if channels == len(mean):
         return preprocess

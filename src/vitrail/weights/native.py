@@ -1,6 +1,6 @@
-"""vitrail's own format: safetensors under our names, and a model info in its header.
+"""vitrail's own format: safetensors with vitrail's tensor names and the model info in the header.
 
-A folder has the info as config.json too, for people; the file alone is complete.
+A model folder also holds the model info as config.json, for people to read; the safetensors file alone is complete.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vitrail.weights.renaming import AnyConfig, RenameTable, Rule
 from vitrail.weights.writers import new_folder, write_json, write_safetensors
 
 HEADER = "vitrail"
-"""The metadata key that holds the info."""
+"""The metadata key that holds the model info."""
 
 
 def detect(archive: Archive) -> str | None:
@@ -36,16 +36,16 @@ def infer_info(archive: Archive) -> ModelInfo:
     sidecar = archive.sidecars.get("config.json")
     if isinstance(sidecar, dict) and sidecar.get("format") == "vitrail":
         return ModelInfo.from_dict(sidecar)
-    raise FormatError(f"{archive.source} has vitrail's tensors without their info; config.json belongs beside them.")
+    raise FormatError(f"{archive.source} has vitrail's tensor names but no model info; put its config.json beside it.")
 
 
 def table(config: AnyConfig) -> RenameTable:
-    """Every name is its own."""
+    """The identity: names are not changed."""
     return RenameTable("vitrail", [Rule(name, name) for name in build(config, meta=True).state_dict()])
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:
-    """A folder, or one file where the name ends in .safetensors."""
+    """Write a folder, or a single file if the path ends in .safetensors."""
     header = {"format": "pt", HEADER: json.dumps(info.to_dict())}
     if path.suffix == ".safetensors":
         write_safetensors(path, tensors, header, overwrite=overwrite)

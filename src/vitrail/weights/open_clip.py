@@ -87,7 +87,7 @@ def _first_query(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
 
 
 def _not_writable(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
-    raise ConversionError("open_clip files can be read, not written.")
+    raise ConversionError("open_clip files can be read but not written.")
 
 
 SPLIT_QKV = Transform(lambda t, _: t[0].tensor_split([len(t[0]) // 3]), lambda t, _: [torch.cat(list(t))])

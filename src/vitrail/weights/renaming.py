@@ -1,9 +1,8 @@
-"""Renaming as data: one table per format, read in both directions.
+"""Tables that map tensor names between formats, used for reading and writing.
 
-A rule pairs names of theirs with names of ours and says how the tensors change in between. Names
-are patterns: `{i}` runs over blocks, `{s}` and `{u}` over a ResNet's stages and units, `{s1}` and
-`{u1}` the same counted from one. Nothing is dropped in silence: what a table does not account for,
-on either side, is an error that lists it.
+A rule pairs names of the other format ("theirs") with vitrail's names ("ours") and a transform of the tensors. Names
+are patterns: `{i}` is the block index, `{s}` and `{u}` are a ResNet's stage and unit, `{s1}` and `{u1}` the same
+counted from 1. Tensors that a table does not cover, on either side, are listed in an error.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ TransformFunction = Callable[[Sequence[Tensor], AnyConfig], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Transform:
-    """How tensors change on the way in, and back on the way out: exact inverses of each other."""
+    """A pair of functions, exact inverses of each other: `read` from the other format to ours, `write` back."""
 
     read: TransformFunction
     write: TransformFunction
 
 
 def single_tensor(read: Callable[[Tensor], Tensor], write: Callable[[Tensor], Tensor]) -> Transform:
-    """A change of a single tensor that needs to know nothing else."""
+    """A transform of one tensor that does not depend on the config."""
     return Transform(lambda t, _: [read(t[0])], lambda t, _: [write(t[0])])
 
 
@@ -44,12 +43,12 @@ TOKENS = single_tensor(lambda t: t.flatten(0, 1), lambda t: t[None])
 FLATTEN = single_tensor(lambda t: t.reshape(-1), lambda t: t.view(1, 1, 1, -1))
 """1 1 1 C <-> C: group norms of big_vision's BiT."""
 CONV1X1_TO_LINEAR = single_tensor(lambda t: t.flatten(1), lambda t: t[:, :, None, None])
-"""A 1x1 convolution's kernel <-> a matrix."""
+"""Kernel of a 1x1 convolution <-> matrix."""
 CONCAT_QKV = Transform(
     lambda t, _: [torch.cat(list(t))],
-    lambda t, c: t[0].chunk(3) if t[0].shape[0] == 3 * _width(c) else t[0].chunk(2),
+    lambda t, c: t[0].chunk(3) if t[0].shape[0] == 3 * _vit_width(c) else t[0].chunk(2),
 )
-"""q, k, v (or k, v) apart <-> one above the other."""
+"""Separate q, k, v (or k, v) <-> concatenated along the output dimension."""
 
 
 def _read_position(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
@@ -65,25 +64,25 @@ def _write_position(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor
 
 
 POSITION = Transform(_read_position, _write_position)
-"""1 rows D, special tokens first <-> `positions.0.prefix` (where there is one), `positions.0.table`."""
+"""1 rows D, prefix tokens first <-> `positions.0.prefix` (if any), `positions.0.table`."""
 POSITION_NAMES = ("positions.0.prefix", "positions.0.table")
 POSITION_FLAT = Transform(_read_position, lambda t, c: [_write_position(t, c)[0][0]])
-"""The same without the leading 1: Hugging Face's CLIP and SigLIP keep positions in an embedding."""
+"""The same without the leading 1: Hugging Face's CLIP and SigLIP store positions in an nn.Embedding."""
 
 
 def as_vit(config: AnyConfig) -> ViTConfig:
-    """The config of a format that has no ResNets."""
+    """Narrow the type, for formats without ResNets."""
     assert isinstance(config, ViTConfig)
     return config
 
 
-def _width(config: AnyConfig) -> int:
+def _vit_width(config: AnyConfig) -> int:
     return as_vit(config).width
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`Rule("embedding/kernel", "patch.weight", HWIO)`. Ours that the network lacks are left out."""
+    """`Rule("embedding/kernel", "patch.weight", HWIO_TO_OIHW)`. Names that the network does not have are skipped."""
 
     theirs: str | tuple[str, ...]
     ours: str | tuple[str, ...]
@@ -91,13 +90,13 @@ class Rule:
 
 
 def weight_and_bias(theirs: str, ours: str, transform: Transform = IDENTITY) -> list[Rule]:
-    """A layer's weight and bias."""
+    """Rules for a layer's weight and bias."""
     return [Rule(f"{theirs}.{part}", f"{ours}.{part}", transform) for part in ("weight", "bias")]
 
 
 @dataclass(frozen=True)
 class BoundRule:
-    """A rule with its indices filled in and its absent names taken out."""
+    """A rule with its indices filled in, without the names that the network does not have."""
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
@@ -106,15 +105,15 @@ class BoundRule:
 
 @dataclass
 class RenameTable:
-    """A format's rules, with leftovers it may have that are not part of the network."""
+    """The rules of a format, and patterns of tensors to ignore."""
 
     name: str
     rules: Sequence[Rule]
     ignore: Sequence[str] = field(default_factory=tuple)
-    """Patterns (as in file names) of tensors to pass over: decoders, mask tokens, text towers."""
+    """Glob patterns of tensors to ignore: decoders, mask tokens, text towers."""
 
     def read(self, theirs: Mapping[str, Tensor], skeleton: nn.Module, config: AnyConfig) -> dict[str, Tensor]:
-        """Their tensors -> ours, complete for this skeleton, or an error that lists what is wrong."""
+        """Their tensors -> the skeleton's state_dict; FormatError lists missing, unexpected and misshapen tensors."""
         wanted = skeleton.state_dict()
         state: dict[str, Tensor] = {}
         came: dict[str, str] = {}
@@ -137,11 +136,11 @@ class RenameTable:
             for name in state
             if state[name].shape != wanted[name].shape
         ]
-        self._complain(missing + uncovered, left, wrong)
+        self._raise_mismatch(missing + uncovered, left, wrong)
         return {name: state[name] for name in wanted}
 
     def write(self, ours: Mapping[str, Tensor], config: AnyConfig) -> dict[str, Tensor]:
-        """Our tensors -> theirs, or an error that lists those the format has no name for."""
+        """Our tensors -> theirs; ConversionError lists tensors without a name in the format."""
         result: dict[str, Tensor] = {}
         used: set[str] = set()
         for rule in self.bind(config, ours):
@@ -153,14 +152,14 @@ class RenameTable:
         return result
 
     def bind(self, config: AnyConfig, ours: Iterable[str]) -> Iterator[BoundRule]:
-        """Each rule for each index, as far as the network has what it is about."""
+        """Each rule for each index, for the names in `ours`."""
         have = set(ours)
         for rule in self.rules:
             for index in _indices(rule, config):
-                mine = tuple(n.format(**index) for n in _names(rule.ours))
+                mine = tuple(n.format(**index) for n in _as_tuple(rule.ours))
                 mine = tuple(n for n in mine if n in have)
                 if mine:
-                    yield BoundRule(tuple(n.format(**index) for n in _names(rule.theirs)), mine, rule.transform)
+                    yield BoundRule(tuple(n.format(**index) for n in _as_tuple(rule.theirs)), mine, rule.transform)
 
     def is_ignored(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignore)
@@ -174,7 +173,7 @@ class RenameTable:
                 f"read as {self.name}: {shapes} cannot become {' and '.join(rule.ours)}: {error}"
             ) from None
 
-    def _complain(self, missing: list[str], left: list[str], wrong: list[str]) -> None:
+    def _raise_mismatch(self, missing: list[str], left: list[str], wrong: list[str]) -> None:
         parts = []
         if missing:
             parts.append(f"missing {summarize_names(missing, limit=8)}")
@@ -186,12 +185,12 @@ class RenameTable:
             raise FormatError(f"read as {self.name}, the tensors do not fit: {'; '.join(parts)}.")
 
 
-def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
 def _indices(rule: Rule, config: AnyConfig) -> Iterator[dict[str, int]]:
-    pattern = _names(rule.ours)[0]
+    pattern = _as_tuple(rule.ours)[0]
     if "{u}" in pattern:
         layers = config.layers if isinstance(config, BiTConfig) else config.stem.layers if config.stem else ()
         for s, units in enumerate(layers):

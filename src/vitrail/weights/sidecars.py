@@ -1,4 +1,4 @@
-"""Which library and model the JSON files beside the weights name. Where they name one, they decide, not the tensors."""
+"""The library and model named by the JSON files beside the weights. They take precedence over tensor names."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from vitrail.weights.native import HEADER
 
 
 class StatedModel(NamedTuple):
-    """What a sidecar says the weights are."""
+    """The model named by a sidecar file."""
 
     library: str = ""
-    """The name of a format; "" where no sidecar names a model."""
+    """The name of a format; "" if no sidecar file names a model."""
     model: str = ""
     """timm's architecture, or transformers' model_type."""
     file: str = ""
 
 
 def stated_model(archive: Archive) -> StatedModel:
-    """The library and the model that config.json names, or open_clip_config.json where its tower is timm's."""
-    whole = _dict(archive, "config.json")
+    """The library and model named by config.json, or by open_clip_config.json with a timm image tower."""
+    whole = _sidecar_dict(archive, "config.json")
     if HEADER in archive.metadata or whole.get("format") == "vitrail":
         return StatedModel("vitrail", "model", "config.json")
     if "architecture" in whole and whole.get("model_type", "timm_wrapper") == "timm_wrapper":
@@ -35,15 +35,15 @@ def stated_model(archive: Archive) -> StatedModel:
 
 
 def open_clip_tower(archive: Archive) -> dict[str, Any]:
-    """The image tower's part of open_clip_config.json; empty without one."""
-    model = _dict(archive, "open_clip_config.json").get("model_cfg")
+    """The image tower's section of open_clip_config.json; empty if there is none."""
+    model = _sidecar_dict(archive, "open_clip_config.json").get("model_cfg")
     vision = model.get("vision_cfg") if isinstance(model, dict) else None
     return vision if isinstance(vision, dict) else {}
 
 
 def open_clip_pretrained_cfg(archive: Archive) -> dict[str, Any]:
-    """How open_clip prepares images, in the words of timm's pretrained_cfg."""
-    whole, tower = _dict(archive, "open_clip_config.json"), open_clip_tower(archive)
+    """open_clip's preprocessing in the form of timm's pretrained_cfg."""
+    whole, tower = _sidecar_dict(archive, "open_clip_config.json"), open_clip_tower(archive)
     stated = whole.get("preprocess_cfg")
     stated = stated if isinstance(stated, dict) else {}
     size = tower.get("image_size", 224)
@@ -57,6 +57,6 @@ def open_clip_pretrained_cfg(archive: Archive) -> dict[str, Any]:
     }
 
 
-def _dict(archive: Archive, name: str) -> dict[str, Any]:
+def _sidecar_dict(archive: Archive, name: str) -> dict[str, Any]:
     found = archive.sidecars.get(name)
     return found if isinstance(found, dict) else {}

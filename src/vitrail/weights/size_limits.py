@@ -1,4 +1,4 @@
-"""Sizes that a file states, compared with its tensors before a network of these sizes is built."""
+"""Check the sizes that a file states against its tensors before a network of these sizes is built."""
 
 from __future__ import annotations
 
@@ -13,38 +13,41 @@ from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import AnyConfig
 
 MAX_PIXELS = 2**26
-"""Of one image that a network takes, at most: 8192 x 8192."""
+"""In one input image: 8192 x 8192."""
 MAX_TOKENS = 2**20
-"""Patches and registers of one image, at most."""
+"""Patches and registers of one image."""
 MIN_BLOCK_LIMIT = 256
-"""So many may be in a file of fewer tensors: some stack those of all blocks."""
+"""This many blocks are always accepted: some files stack the tensors of all blocks."""
 MAX_WEIGHT_RATIO = 64
-"""Times as many weights as the file has: below that a network is built, and what is missing is listed by name."""
+"""Number of the network's weights / number in the file. Up to this ratio, missing tensors are listed by name."""
 LONG_NUMBER = re.compile(r"\d{4,}")
 
 
 def check_names(tensors: LazyTensors) -> None:
-    """Raise FormatError where a name counts blocks that cannot be there: their number is taken from the names."""
+    """Raise FormatError for an impossible block index in a name: the number of blocks is inferred from the names."""
     for name in tensors:
         if any(len(digits) > 9 or int(digits) >= len(tensors) for digits in LONG_NUMBER.findall(name)):
-            raise FormatError(f"got a tensor {name[:80]!r} among {len(tensors)}, wanted blocks counted from 0.")
+            raise FormatError(f"got a tensor {name[:80]!r} among {len(tensors)} tensors, wanted block indices from 0.")
 
 
 def check_sizes(info: ModelInfo, tensors: LazyTensors) -> None:
-    """Raise FormatError where the network would have far more blocks or weights than the file."""
+    """Raise FormatError if the network would have far more blocks or weights than the file."""
     check_image_size(info)
-    blocks, stated = _blocks(info.config)
+    blocks, stated = _num_blocks(info.config)
     if blocks > max(len(tensors), MIN_BLOCK_LIMIT):
-        raise FormatError(f"got {stated}, wanted no more than the file has tensors, {len(tensors)}.")
+        raise FormatError(f"got {stated}, wanted at most the file's number of tensors, {len(tensors)}.")
     there = sum(math.prod(tensors.shape(name)) for name in tensors)
-    for stated, wanted in _weights(info.config):
+    for stated, wanted in _min_weights(info.config):
         if wanted > MAX_WEIGHT_RATIO * there:
-            raise FormatError(f"got {stated}: {wanted:,} weights or more, wanted the file's {there:,}.")
+            raise FormatError(f"got {stated}: at least {wanted:,} weights, but the file has {there:,}.")
 
 
 def check_image_size(info: ModelInfo) -> None:
-    """Raise FormatError for an image that is too large to compute on; in some networks no tensor shows its size."""
-    for stated, image in (("image_size", info.config.image_size), ("preprocess.image", info.preprocess.image_size)):
+    """Raise FormatError if the image size is too large; in some networks it does not appear in the tensors."""
+    for stated, image in (
+        ("image_size", info.config.image_size),
+        ("preprocess.image_size", info.preprocess.image_size),
+    ):
         height, width = pair(image)
         if height * width > MAX_PIXELS:
             raise FormatError(f"got {stated}={height}x{width}, wanted at most {MAX_PIXELS:,} pixels.")
@@ -54,8 +57,8 @@ def check_image_size(info: ModelInfo) -> None:
             raise FormatError(f"got {tokens:,} patches and registers, wanted at most {MAX_TOKENS:,}.")
 
 
-def _blocks(config: AnyConfig) -> tuple[int, str]:
-    """Modules that are built one after the other, and what states their number."""
+def _num_blocks(config: AnyConfig) -> tuple[int, str]:
+    """The number of blocks, and the config field that states it."""
     if isinstance(config, BiTConfig):
         return sum(config.layers), f"layers={config.layers}"
     if config.stem is not None and sum(config.stem.layers) > config.depth:
@@ -63,11 +66,14 @@ def _blocks(config: AnyConfig) -> tuple[int, str]:
     return config.depth, f"depth={config.depth}"
 
 
-def _weights(config: AnyConfig) -> Iterator[tuple[str, int]]:
-    """Parts of a network by their sizes, each with a lower bound for its weights."""
+def _min_weights(config: AnyConfig) -> Iterator[tuple[str, int]]:
+    """(config fields, lower bound of the number of weights) for each part of a network."""
     if isinstance(config, BiTConfig):
         channels = 4 * int(64 * config.width_factor * 2 ** (len(config.layers) - 1))
-        yield f"layers={config.layers} and width={config.width_factor:g}", _stages(config.width_factor, config.layers)
+        yield (
+            f"layers={config.layers} and width_factor={config.width_factor:g}",
+            _resnet_weights(config.width_factor, config.layers),
+        )
         yield f"num_classes={config.num_classes}", config.num_classes * channels
         yield f"channels={config.channels}", config.channels
         return
@@ -80,7 +86,7 @@ def _weights(config: AnyConfig) -> Iterator[tuple[str, int]]:
     yield f"depth={config.depth}, width={width} and mlp_dim={config.mlp_dim}", blocks
     if config.stem is not None:
         units = f"stem.layers={config.stem.layers} and stem.width_factor={config.stem.width_factor:g}"
-        yield units, _stages(config.stem.width_factor, config.stem.layers)
+        yield units, _resnet_weights(config.stem.width_factor, config.stem.layers)
     channels = config.channels if config.stem is None else config.stem.channels
     yield f"patch_size={patch} and channels={config.channels}", channels * math.prod(pair(config.patch_size)) * width
     if config.position == "learned-1d":
@@ -94,6 +100,6 @@ def _weights(config: AnyConfig) -> Iterator[tuple[str, int]]:
     yield f"num_classes={config.num_classes}", config.num_classes * config.head_width
 
 
-def _stages(width: float, layers: Sequence[int], first: int = 0) -> int:
-    """Of a ResNet: 3 x 3 from m channels to m, and 1 x 1 from those to 4 m, in each unit."""
+def _resnet_weights(width: float, layers: Sequence[int], first: int = 0) -> int:
+    """Lower bound for a ResNet: each unit has 3x3 weights from m channels to m and 1x1 weights to 4 m."""
     return sum(units * 13 * int(64 * width * 2**s) ** 2 for s, units in enumerate(layers, first))

@@ -1,9 +1,9 @@
-"""The tensors of a TorchScript archive, read as data: neither its code nor Python's pickle machine is run.
+"""Read the tensors of a TorchScript archive without running its code or Python's unpickler.
 
-torch.jit.save writes a zip file: `data.pkl`, the tree of modules as a pickle; `data/N`, the bytes of
-each storage; `code/`, the program. The first two are read. The pickle is interpreted here, with the
-few instructions that torch's C++ writer uses: a name in it (`__torch__.clip.model.CLIP`) becomes a
-label and never a Python object, so nothing in the file can call anything.
+torch.jit.save writes a zip file: `data.pkl`, the tree of modules as a pickle; `data/N`, the bytes of each storage;
+`code/`, the program. The first two are read. The pickle is interpreted here, with the few opcodes that torch's C++
+pickler uses. A global in it (`__torch__.clip.model.CLIP`) stays a string and never becomes a Python object, so nothing
+in the file can be called.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor
 from vitrail.errors import CheckpointError
 from vitrail.weights.file_type import DOWNLOAD_AGAIN, first_line, refuse_code
 
-TENSOR = "torch._utils._rebuild_tensor_v2"
-SAME = frozenset(
+REBUILD_TENSOR = "torch._utils._rebuild_tensor_v2"
+IDENTITY_FUNCTIONS = frozenset(
     f"torch.jit._pickle.{name}"
     for name in ("restore_type_tag", "build_intlist", "build_doublelist", "build_boollist", "build_tensorlist")
 )
 """Functions that return their first argument."""
-EMPTY = "collections.OrderedDict"
-"""The backward hooks of a tensor: always empty."""
-STORAGES = {
+ORDERED_DICT = "collections.OrderedDict"
+"""The type of a tensor's backward hooks, which are always empty."""
+STORAGE_DTYPES = {
     f"torch.{name}Storage": dtype
     for name, dtype in {
         "Float": torch.float32,
@@ -45,25 +45,25 @@ STORAGES = {
         "Bool": torch.bool,
     }.items()
 }
-KNOWN = frozenset({TENSOR, EMPTY, *SAME, *STORAGES})
-MODULE = "__torch__."
-"""Where the names of a program's own classes begin."""
+ALLOWED_GLOBALS = frozenset({REBUILD_TENSOR, ORDERED_DICT, *IDENTITY_FUNCTIONS, *STORAGE_DTYPES})
+CLASS_PREFIX = "__torch__."
+"""Prefix of the names of the program's own classes."""
 
-# A tree of modules may share its branches, and so be much larger than its file.
+# Modules may be shared, so the expanded tree can be much larger than the file.
 MAX_ATTRIBUTES, MAX_DEPTH, MAX_NAME_LENGTH = 100_000, 64, 200
-"""Attributes in the tree, modules within modules, characters in a name."""
+"""Limits: attributes in the tree, nesting of modules, characters in a name."""
 
 
 @dataclass(frozen=True)
-class Name:
-    """A global of the pickle, which stays a name."""
+class GlobalName:
+    """The name of a global in the pickle."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Where the numbers of a tensor are: `data/KEY` of the archive."""
+    """The storage of a tensor: `data/KEY` in the archive."""
 
     key: str
     dtype: torch.dtype
@@ -71,8 +71,8 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Strided:
-    """A tensor that has not been read."""
+class TensorRef:
+    """The metadata of a tensor that has not been read."""
 
     storage: Storage
     offset: int
@@ -81,22 +81,22 @@ class Strided:
 
 
 @dataclass(eq=False)
-class Module:
-    """A module (or any other object) of the program: its class by name, its attributes as data."""
+class ScriptObject:
+    """A module or other object of the program: the name of its class and its attributes."""
 
-    kind: str
+    class_name: str
     attributes: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass
-class Script:
-    """An open archive: `close` it when everything wanted has been read."""
+class TorchScriptArchive:
+    """An open archive. Call `close` once the tensors have been read."""
 
     archive: zipfile.ZipFile
     root: str
-    tensors: dict[str, Strided]
+    tensors: dict[str, TensorRef]
     modules: dict[str, str]
-    """Dotted name -> the name of its class, for each module."""
+    """Dotted module name -> class name."""
 
     def read(self, name: str) -> Tensor:
         strided = self.tensors[name]
@@ -109,56 +109,56 @@ class Script:
         self.archive.close()
 
 
-def open_torchscript(path: Path) -> Script:
-    """Names, shapes and classes; the tensors are read when they are asked for."""
+def open_torchscript(path: Path) -> TorchScriptArchive:
+    """Open an archive and read names, shapes and classes; tensors are read on access."""
     try:
         archive = zipfile.ZipFile(path)
     except zipfile.BadZipFile as error:
-        raise _damaged(path, first_line(error)) from error
+        raise _damaged_error(path, first_line(error)) from error
     try:
         root = next(n for n in archive.namelist() if n.rsplit("/", 1)[-1] == "data.pkl").removesuffix("data.pkl")
-        tree = Pickle(path).load(_stored(archive, f"{root}data.pkl"))
-        if not isinstance(tree, Module):
+        tree = PickleInterpreter(path).load(_read_uncompressed(archive, f"{root}data.pkl"))
+        if not isinstance(tree, ScriptObject):
             raise ValueError("data.pkl holds no module")
         if f"{root}byteorder" in archive.NameToInfo and archive.read(f"{root}byteorder").decode() != sys.byteorder:
-            raise CheckpointError(f"{path} was written on a machine of another byte order, and is not read.")
-        tensors, modules = flattened(tree)
+            raise CheckpointError(f"{path} was written on a machine with another byte order, which is not supported.")
+        tensors, modules = flatten_modules(tree)
         for strided in tensors.values():
             _check_storage(archive, root, strided)
-        return Script(archive, root, tensors, modules)
+        return TorchScriptArchive(archive, root, tensors, modules)
     except CheckpointError:
         archive.close()
         raise
-    except Exception as error:  # damaged bytes fail in as many ways as there are instructions
+    except Exception as error:  # damaged bytes can raise almost anything
         archive.close()
-        raise _damaged(path, first_line(error)) from error
+        raise _damaged_error(path, first_line(error)) from error
 
 
-def flattened(tree: Module) -> tuple[dict[str, Strided], dict[str, str]]:
-    """Tensors and classes of modules by dotted name, as `state_dict` spells them."""
-    tensors: dict[str, Strided] = {}
+def flatten_modules(tree: ScriptObject) -> tuple[dict[str, TensorRef], dict[str, str]]:
+    """Tensors and module classes by dotted name, as in `state_dict`."""
+    tensors: dict[str, TensorRef] = {}
     modules: dict[str, str] = {}
     todo, visited = [("", tree, 0)], 0
     while todo:
         prefix, module, depth = todo.pop()
         visited += 1 + len(module.attributes)
         if visited > MAX_ATTRIBUTES or depth > MAX_DEPTH:
-            raise ValueError("its modules are nested without end")
-        modules[prefix.removesuffix(".")] = module.kind
+            raise ValueError("its modules are nested too deeply")
+        modules[prefix.removesuffix(".")] = module.class_name
         inner = []
         for name, value in module.attributes.items():
             if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
-                raise ValueError("an attribute of a module has no proper name")
-            if isinstance(value, Strided):
+                raise ValueError("an attribute of a module has an invalid name")
+            if isinstance(value, TensorRef):
                 tensors[f"{prefix}{name}"] = value
-            elif isinstance(value, Module):
+            elif isinstance(value, ScriptObject):
                 inner.append((f"{prefix}{name}.", value, depth + 1))
         todo += reversed(inner)
     return tensors, modules
 
 
-class Pickle:
-    """An interpreter of the instructions that torch's C++ pickler writes, for data alone."""
+class PickleInterpreter:
+    """Interpreter for the opcodes that torch's C++ pickler writes; data only."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -171,7 +171,7 @@ class Pickle:
             if instruction.name == "STOP":
                 return self.stack.pop()
             self.step(instruction.name, argument)
-        raise ValueError("it has no end")
+        raise ValueError("it has no STOP opcode")
 
     def step(self, instruction: str, argument: Any) -> None:
         stack = self.stack
@@ -187,46 +187,46 @@ class Pickle:
             case "EMPTY_DICT" | "EMPTY_LIST" | "EMPTY_TUPLE":
                 stack.append({"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}[instruction]())
             case "TUPLE":
-                stack.append(tuple(self.marked()))
+                stack.append(tuple(self.pop_to_mark()))
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                stack.append(tuple(self.taken(int(instruction[-1]))))
+                stack.append(tuple(self.pop(int(instruction[-1]))))
             case "APPEND" | "APPENDS":
-                values = self.marked() if instruction == "APPENDS" else self.taken(1)
-                _as(list, stack[-1]).extend(values)
+                values = self.pop_to_mark() if instruction == "APPENDS" else self.pop(1)
+                _expect(list, stack[-1]).extend(values)
             case "SETITEM" | "SETITEMS":
-                values = self.marked() if instruction == "SETITEMS" else self.taken(2)
-                keys = [_as((str, int, float), key) for key in values[::2]]  # whose hash is no work
-                _as(dict, stack[-1]).update(zip(keys, values[1::2], strict=True))
+                values = self.pop_to_mark() if instruction == "SETITEMS" else self.pop(2)
+                keys = [_expect((str, int, float), key) for key in values[::2]]  # types that are cheap to hash
+                _expect(dict, stack[-1]).update(zip(keys, values[1::2], strict=True))
             case "BINPUT" | "LONG_BINPUT":
                 self.memo[argument] = stack[-1]
             case "BINGET" | "LONG_BINGET":
                 stack.append(self.memo[argument])
             case "GLOBAL":
-                stack.append(self.named(argument.replace(" ", ".")))
+                stack.append(self.check_global(argument.replace(" ", ".")))
             case "BINPERSID":
                 stack.append(_storage(stack.pop()))
             case "NEWOBJ":
-                made, _ = self.taken(2)
-                stack.append(_made(_as(Name, made).text))
+                made, _ = self.pop(2)
+                stack.append(_new_object(_expect(GlobalName, made).text))
             case "BUILD":
                 state = stack.pop()
-                _as(Module, stack[-1]).attributes = state if isinstance(state, dict) else {}
+                _expect(ScriptObject, stack[-1]).attributes = state if isinstance(state, dict) else {}
             case "REDUCE":
-                called, arguments = self.taken(2)
-                stack.append(_call(_as(Name, called).text, arguments))
+                called, arguments = self.pop(2)
+                stack.append(_call(_expect(GlobalName, called).text, arguments))
             case _:
-                refuse_code(self.path, f"its pickle has the instruction {instruction}")
+                refuse_code(self.path, f"its pickle has the opcode {instruction}")
 
-    def named(self, name: str) -> Name:
-        if not name.startswith(MODULE) and name not in KNOWN:
-            refuse_code(self.path, f"it asks for {name}")
-        return Name(name)
+    def check_global(self, name: str) -> GlobalName:
+        if not name.startswith(CLASS_PREFIX) and name not in ALLOWED_GLOBALS:
+            refuse_code(self.path, f"it requires {name}")
+        return GlobalName(name)
 
-    def marked(self) -> list[Any]:
-        """What was pushed since the last mark."""
-        return self.taken(len(self.stack) - self.marks.pop())
+    def pop_to_mark(self) -> list[Any]:
+        """Pop what was pushed since the last mark."""
+        return self.pop(len(self.stack) - self.marks.pop())
 
-    def taken(self, count: int) -> list[Any]:
+    def pop(self, count: int) -> list[Any]:
         if not 0 <= count <= len(self.stack):
             raise ValueError("its stack is empty")
         first = len(self.stack) - count
@@ -235,22 +235,22 @@ class Pickle:
         return values
 
 
-def _made(name: str) -> Module:
-    if not name.startswith(MODULE):
-        raise ValueError(f"an object is made of {name}")
-    return Module(name.rsplit(".", 1)[-1])
+def _new_object(name: str) -> ScriptObject:
+    if not name.startswith(CLASS_PREFIX):
+        raise ValueError(f"an object of type {name}")
+    return ScriptObject(name.rsplit(".", 1)[-1])
 
 
 def _call(name: str, arguments: Any) -> Any:
-    if name == TENSOR:
+    if name == REBUILD_TENSOR:
         storage, offset, shape, stride = arguments[:4]
         numbers = [offset, *shape, *stride]
-        if any(_as(int, n) < 0 for n in numbers) or len(shape) != len(stride):
+        if any(_expect(int, n) < 0 for n in numbers) or len(shape) != len(stride):
             raise ValueError("a tensor of negative size")
-        return Strided(_as(Storage, storage), offset, tuple(shape), tuple(stride))
-    if name in SAME:
+        return TensorRef(_expect(Storage, storage), offset, tuple(shape), tuple(stride))
+    if name in IDENTITY_FUNCTIONS:
         return arguments[0]
-    if name == EMPTY and arguments == ():
+    if name == ORDERED_DICT and arguments == ():
         return {}
     raise ValueError(f"{name} is called as a function")
 
@@ -259,16 +259,16 @@ def _storage(saved: Any) -> Storage:
     kind, name, key, _, numel = saved
     if kind != "storage":
         raise ValueError(f"a reference to {kind!r}")
-    return Storage(_as(str, key), STORAGES[_as(Name, name).text], _as(int, numel))
+    return Storage(_expect(str, key), STORAGE_DTYPES[_expect(GlobalName, name).text], _expect(int, numel))
 
 
-def _as(kind: Any, value: Any) -> Any:
+def _expect(kind: Any, value: Any) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"{type(value).__name__} where another type belongs")
+        raise ValueError(f"{type(value).__name__} where another type is required")
     return value
 
 
-def _check_storage(archive: zipfile.ZipFile, root: str, strided: Strided) -> None:
+def _check_storage(archive: zipfile.ZipFile, root: str, strided: TensorRef) -> None:
     storage = strided.storage
     info = archive.NameToInfo.get(f"{root}data/{storage.key}")
     wanted = storage.numel * storage.dtype.itemsize
@@ -279,12 +279,12 @@ def _check_storage(archive: zipfile.ZipFile, root: str, strided: Strided) -> Non
         raise ValueError(f"a tensor reaches beyond data/{storage.key}")
 
 
-def _stored(archive: zipfile.ZipFile, name: str) -> bytes:
-    """A member that is kept as it is, so that its size in memory is its size in the file."""
+def _read_uncompressed(archive: zipfile.ZipFile, name: str) -> bytes:
+    """Read a member that is stored uncompressed, so that its size in memory is its size in the file."""
     if archive.NameToInfo[name].compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name} is compressed")
     return archive.read(name)
 
 
-def _damaged(path: Path, why: str) -> CheckpointError:
+def _damaged_error(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path} is a TorchScript archive, truncated or damaged ({why}); {DOWNLOAD_AGAIN}.")
