@@ -96,7 +96,7 @@ class Explanation:
             raise ConfigError(f"there is no figure {kind!r}{did_you_mean(kind, known)}")
         if kind == "overview":
             scores = [(p.label, p.score) for p in self.predictions]
-            what = f"{self.model}: {self.image}" + (f": {self.target.label}" if self.target else "")
+            what = f"{self.image}: {self.target.label}" if self.target else self.image
             return figures.overview(self.pixels, self.maps, scores, what, self._subtitle())
         if kind == "faithfulness":
             assert self.target is not None
@@ -157,7 +157,7 @@ class Explanation:
 
     def _subtitle(self) -> str:
         height, width = next(iter(self.maps.values())).shape
-        return f"{height} × {width} patches; brighter = more important, each map has its own scale"
+        return f"{self.model}; {height} × {width} patches; brighter = more important, each map has its own scale"
 
     def _query_text(self) -> str:
         if isinstance(self.query, tuple):

@@ -202,7 +202,7 @@ def finetune_config(
     device: str = "auto",
 ) -> TrainConfig:
     """The config that `finetune` chooses for a model and a data set."""
-    known = {"finetune": tuning.finetune, "paper": tuning.paper}
+    known = {"finetune": tuning.finetune, "paper": tuning.finetune_paper}
     if recipe not in known:
         raise NotFoundError(f"no fine-tuning recipe is called {recipe!r}{did_you_mean(recipe, known)}")
     about_data = [o for o in overrides if o.startswith("data.")]
@@ -214,10 +214,10 @@ def finetune_config(
     images = len(usable_indices(train, TargetTable(train.targets, train.multi_label, required=True)))
     config = known[recipe](model, data, images=images, device=pick_device(device).type)
     if recipe == "paper" and image_size is None:
-        image_size = tuning.larger(load_checkpoint(model)[0].config)
+        image_size = tuning.paper_image_size(load_checkpoint(model)[0].config)
     config = config.replace(name=_finetune_name(data, recipe), device=device, image_size=image_size)
     if trainable != "all":
-        config = tuning.only(config, trainable)
+        config = tuning.train_only(config, trainable)
     if any(o.startswith("model.") for o in overrides):  # they change the checkpoint's network config
         config = config.replace(model=load_checkpoint(model, image_size=config.image_size)[0].config)
     return _apply_overrides(config, overrides)

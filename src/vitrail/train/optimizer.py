@@ -1,9 +1,10 @@
 """The optimizer: which parameters are trainable, their learning rates and weight decay, gradient clipping.
 
-Weight decay applies to weight matrices only (`learner.decayed()`). With `layer_decay` the learning rate decreases from
-layer to layer below the head (`learner.layer_id(name)`); the head and the parameters of the objective itself have
-`head_lr_factor` times the learning rate. The update rules are torch's. `Optimizer` stores their state by parameter
-name and allocates it at the start, so that a checkpoint does not depend on the order of groups or on a first step.
+Weight decay applies to weight matrices only (`learner.decayed_parameters()`). With `layer_decay` the learning rate
+decreases from layer to layer below the head (`learner.layer_id(name)`); the head and the parameters of the objective
+itself have `head_lr_factor` times the learning rate. The update rules are torch's. `Optimizer` stores their state by
+parameter name and allocates it at the start, so that a checkpoint does not depend on the order of groups or on a first
+step.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def _parameter_groups(
     learner: Objective, parameters: dict[str, nn.Parameter], config: OptimConfig
 ) -> list[dict[str, Any]]:
     """torch parameter groups: parameters with the same update rule, peak learning rate and weight decay."""
-    decayed, top = learner.decayed(), learner.layer_id(TOP_PARAMETER)
+    decayed, top = learner.decayed_parameters(), learner.layer_id(TOP_PARAMETER)
     grouped: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         depth, decays = learner.layer_id(name), name in decayed

@@ -63,6 +63,7 @@ def infer_info(archive: Archive) -> ModelInfo:
     backbone = _detect_backbone(archive)
     hf_config = HuggingFaceConfig.from_archive(archive, BACKBONES[backbone])
     config: AnyConfig
+    notes: list[str]
     if backbone == "bit":
         config, notes = _bit_config(archive, hf_config), []
     else:
