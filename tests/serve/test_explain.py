@@ -291,7 +291,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
                 then()
             return real(*given, **named)
 
-        monkeypatch.setattr(explain_requests, "scores", scores)
+        monkeypatch.setattr(explain_requests, "class_probabilities", scores)
         monkeypatch.setattr(explain_requests, "MAX_OCCLUSION_BATCH", 1)
         return calls
 

@@ -47,7 +47,7 @@ class Steps:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
     held = Steps()
-    monkeypatch.setattr(explain_requests, "scores", held.scores)
+    monkeypatch.setattr(explain_requests, "class_probabilities", held.scores)
     monkeypatch.setattr(explain_requests, "MAX_OCCLUSION_BATCH", 1)
     yield held
     held.allow(10**6)
