@@ -1,10 +1,10 @@
-"""How exactly public models are reproduced: relative error of the logits against the peers' own code.
+"""Parity with other libraries: relative error of the logits against their own code.
 
     python benchmarks/parity.py
 
-Each peer builds a network of its own with random weights (every parameter drawn, norms and biases
-too) and saves it its own way; vitrail loads that folder or file, and both see the same random
-images, at the network's own size and, where the peer can, at another, non-square one. Float32, CPU.
+Each library builds a model with random weights (including norms and biases) and saves it in its own format; vitrail
+loads that folder or file. Both compute the same random images, at the model's own size and, where the library supports
+it, at a second, non-square size. Float32, CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import conftest  # noqa: F401 - makes torchvision importable beside a CPU-only torch
+import conftest  # noqa: F401 - makes torchvision importable with a CPU-only torch
 import timm
 import torchvision
 import transformers
@@ -29,10 +29,11 @@ from compare import randomized, relative
 
 from vitrail.weights import checkpoint
 
-Made = tuple[nn.Module, Path, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]
+Peer = tuple[nn.Module, Path, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]
+"""Model, what it was saved to, its forward pass, and its forward pass at another size, if it has one."""
 
 
-def of_timm(arch: str, folder: Path, **args: Any) -> Made:
+def build_timm(arch: str, folder: Path, **args: Any) -> Peer:
     net = randomized(timm.create_model(arch, **args))
     timm.models.save_for_hf(net, folder, model_args=args, safe_serialization=True)
     if arch.startswith("resnetv2"):
@@ -44,19 +45,19 @@ def of_timm(arch: str, folder: Path, **args: Any) -> Made:
     return net, folder, net, dynamic
 
 
-def of_transformers(name: str, folder: Path, take: str, **settings: Any) -> Made:
+def build_transformers(name: str, folder: Path, output: str, **settings: Any) -> Peer:
     config = getattr(transformers, f"{name.removesuffix('Model').removesuffix('ForImageClassification')}Config", None)
     config = config or {"CLIPVisionModelWithProjection": transformers.CLIPVisionConfig}[name]
     net = randomized(getattr(transformers, name)(config(**settings)))
     net.save_pretrained(folder)
 
     def run(images: Tensor, **options: Any) -> Tensor:
-        return getattr(net(images, **options), take)
+        return getattr(net(images, **options), output)
 
     return net, folder, run, lambda images: run(images, interpolate_pos_encoding=True)
 
 
-def of_torchvision(name: str, folder: Path) -> Made:
+def build_torchvision(name: str, folder: Path) -> Peer:
     net = randomized(getattr(torchvision.models, name)())
     folder.mkdir()
     torch.save(net.state_dict(), folder / "net.pth")
@@ -64,27 +65,27 @@ def of_torchvision(name: str, folder: Path) -> Made:
 
 
 B = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
-ROWS: list[tuple[str, str, Callable[[Path], Made]]] = [
-    ("ViT-Ti/16", "timm", lambda f: of_timm("vit_tiny_patch16_224", f)),
-    ("ViT-S/16", "timm", lambda f: of_timm("vit_small_patch16_224", f)),
-    ("ViT-B/16", "timm", lambda f: of_timm("vit_base_patch16_224", f)),
-    ("ViT-B/16", "transformers", lambda f: of_transformers("ViTForImageClassification", f, "logits")),
-    ("ViT-B/16", "torchvision", lambda f: of_torchvision("vit_b_16", f)),
-    ("R26+ViT-S/32", "timm", lambda f: of_timm("vit_small_r26_s32_224", f)),
-    ("R50+ViT-B/16", "timm", lambda f: of_timm("vit_base_r50_s16_224", f)),
-    ("DeiT-S/16-distilled", "timm", lambda f: of_timm("deit_small_distilled_patch16_224", f)),
-    ("DeiT3-S/16", "timm", lambda f: of_timm("deit3_small_patch16_224", f)),
-    ("DINOv2-S/14", "timm", lambda f: of_timm("vit_small_patch14_dinov2", f, img_size=224)),
-    ("DINOv2-S/14-reg", "timm", lambda f: of_timm("vit_small_patch14_reg4_dinov2", f, img_size=224)),
-    ("CLIP-B/32", "timm", lambda f: of_timm("vit_base_patch32_clip_quickgelu_224", f)),
+ROWS: list[tuple[str, str, Callable[[Path], Peer]]] = [
+    ("ViT-Ti/16", "timm", lambda f: build_timm("vit_tiny_patch16_224", f)),
+    ("ViT-S/16", "timm", lambda f: build_timm("vit_small_patch16_224", f)),
+    ("ViT-B/16", "timm", lambda f: build_timm("vit_base_patch16_224", f)),
+    ("ViT-B/16", "transformers", lambda f: build_transformers("ViTForImageClassification", f, "logits")),
+    ("ViT-B/16", "torchvision", lambda f: build_torchvision("vit_b_16", f)),
+    ("R26+ViT-S/32", "timm", lambda f: build_timm("vit_small_r26_s32_224", f)),
+    ("R50+ViT-B/16", "timm", lambda f: build_timm("vit_base_r50_s16_224", f)),
+    ("DeiT-S/16-distilled", "timm", lambda f: build_timm("deit_small_distilled_patch16_224", f)),
+    ("DeiT3-S/16", "timm", lambda f: build_timm("deit3_small_patch16_224", f)),
+    ("DINOv2-S/14", "timm", lambda f: build_timm("vit_small_patch14_dinov2", f, img_size=224)),
+    ("DINOv2-S/14-reg", "timm", lambda f: build_timm("vit_small_patch14_reg4_dinov2", f, img_size=224)),
+    ("CLIP-B/32", "timm", lambda f: build_timm("vit_base_patch32_clip_quickgelu_224", f)),
     (
         "CLIP-B/32",
         "transformers",
-        lambda f: of_transformers("CLIPVisionModelWithProjection", f, "image_embeds", **B, patch_size=32),
+        lambda f: build_transformers("CLIPVisionModelWithProjection", f, "image_embeds", **B, patch_size=32),
     ),
-    ("SigLIP-B/16", "timm", lambda f: of_timm("vit_base_patch16_siglip_224", f)),
-    ("BiT-R50x1", "timm", lambda f: of_timm("resnetv2_50x1_bit", f)),
-    ("BiT-R50x1", "transformers", lambda f: of_transformers("BitForImageClassification", f, "logits")),
+    ("SigLIP-B/16", "timm", lambda f: build_timm("vit_base_patch16_siglip_224", f)),
+    ("BiT-R50x1", "timm", lambda f: build_timm("resnetv2_50x1_bit", f)),
+    ("BiT-R50x1", "transformers", lambda f: build_transformers("BitForImageClassification", f, "logits")),
 ]
 
 
@@ -105,7 +106,7 @@ def main() -> None:
                 images = torch.randn(2, 3, *size)
                 try:
                     resized = f"{relative(net(images), other(images)):.1e}"
-                except TypeError:  # this peer takes one size only
+                except TypeError:  # this model has a fixed size
                     resized = "-"
         print(f"{name:22s} {peer:14s} {own:>10s} {resized:>10s}")
 

@@ -1,4 +1,4 @@
-"""Files as facebook's DeiT, DeiT-III, MAE, DINO and DINOv2 publish them, against the peers that read them too.
+"""Files in the published formats of DeiT, DeiT-III, MAE, DINO and DINOv2, against other libraries that read them.
 
 Each file is built here under the names of the original code, with random weights.
 """
@@ -53,7 +53,7 @@ SIZES = {"embed_dim": D, "depth": DEPTH, "num_heads": HEADS}
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Networks this small do not gain from a second core, and lose where it is busy."""
+    """Networks this small are not faster on two cores, and are slower if one is busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -65,7 +65,7 @@ def answer(net: nn.Module, size: int) -> Tensor:
         return net(torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1)))
 
 
-# Their numbers
+# Outputs
 
 
 TIMM: dict[str, tuple[Callable[[], State], str, dict[str, Any]]] = {
@@ -91,7 +91,7 @@ TIMM: dict[str, tuple[Callable[[], State], str, dict[str, Any]]] = {
 def test_the_same_numbers_as_timm_from_the_same_file(
     make: Callable[[], State], arch: str, args: dict[str, Any], tmp_path: Path
 ) -> None:
-    """timm's own loader reads facebook's names, too."""
+    """timm's own loader reads Facebook's names too."""
     timm = import_peer("timm")
     module = timm.models.deit if arch.startswith("deit") else timm.models.vision_transformer
     adapt = {"adapt_layer_scale": True} if arch.startswith("deit3") else {}
@@ -136,7 +136,7 @@ def test_the_same_numbers_as_transformers(registers: int, gated: int, tmp_path: 
 
 
 def as_transformers(state: State) -> State:
-    """DINOv2's names -> the hub's."""
+    """DINOv2's names -> the Hub's."""
     names = {
         "cls_token": "embeddings.cls_token",
         "mask_token": "embeddings.mask_token",
@@ -208,7 +208,7 @@ def test_positions_are_resized_as_their_code_does(
         assert relative(net(images), large(images)) <= 1e-6
 
 
-# What is around the weights
+# Checkpoints with more than the weights
 
 
 def test_a_training_file_of_deit_is_read_with_the_arguments_in_it(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_strangers_beside_a_backbone_are_an_error(tmp_path: Path) -> None:
         read(under("backbone.", dinov2()) | {"projector.weight": draw(2, 2)}, tmp_path)
 
 
-# Files of ours in their names
+# Writing
 
 
 WRITTEN = {**{name: make for name, (make, *_) in TIMM.items()}, "MAE with its decoder": mae_full}
@@ -348,9 +348,9 @@ def test_without_any_one_of_its_tensors_a_file_is_an_error_that_names_it(
             continue  # not part of the network
         with pytest.raises(FormatError) as error:
             read({n: t for n, t in state.items() if n != name}, tmp_path, family="DeiT3" if make is deit3 else None)
-        said = str(error.value)
-        token = name.endswith("_token") and ("special tokens" in said or "left over" in said)
-        assert name in said or token or (name == "pos_embed" and "this is RoPE-ViT" in said), (name, said)
+        message = str(error.value)
+        token = name.endswith("_token") and ("special tokens" in message or "left over" in message)
+        assert name in message or token or (name == "pos_embed" and "this is RoPE-ViT" in message), (name, message)
 
 
 def test_beit_is_told_apart(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reading Google's files: the originals' own outputs, every spelling of the names, what is wrong with a file."""
+"""Reading Google's files: outputs of the original code, all variants of the names, errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def archive(values: Arrays) -> Archive:
 
 
 def read(form: Format, values: Arrays) -> tuple[ViT, ModelInfo]:
-    """What `checkpoint.read` does, with a format given."""
+    """Like `checkpoint.read`, with a given format."""
     found = archive(values)
     prefix = form.detect(found)
     assert prefix is not None
@@ -70,7 +70,7 @@ def saved(values: Arrays, path: Path) -> Path:
     return path
 
 
-# The originals' outputs
+# Outputs of the original code
 
 
 @pytest.mark.parametrize("name", ORIGINALS + BIG_VISION)
@@ -117,7 +117,7 @@ def test_what_is_written_is_what_was_read(name: str, tmp_path: Path) -> None:
     assert all(array.flags.c_contiguous for array in written.values())
 
 
-# What a file says
+# Config, preprocessing and labels
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_without_positions_the_original_has_none() -> None:
     assert (info.config.position, info.config.image_size) == ("none", (224, 224))
 
 
-# Other spellings of the same network
+# Variants of the names
 
 
 def renumbered(name: str) -> str:
@@ -221,14 +221,14 @@ def test_every_spelling_of_the_original_is_the_same_network(name: str, spelling:
 
 
 def stack(values: Arrays) -> Arrays:
-    """As big_vision stores blocks it scans over."""
+    """Stack the blocks as big_vision does with `nn.scan`."""
     blocks = [re.fullmatch(r"(.*/encoderblock)_0(/.*)", name) for name in values]
     kept = {k: v for k, v in values.items() if "encoderblock_" not in k}
     return kept | {m[1] + m[2]: np.stack([values[f"{m[1]}_{i}{m[2]}"] for i in range(3)]) for m in blocks if m}
 
 
 def before_2022(values: Arrays) -> Arrays:
-    """Positions in the encoder, the attention pool without a module of its own."""
+    """Positions in the encoder, attention pooling without a module of its own."""
     return {
         k.removeprefix("params/").replace("MAPHead_0/", "").replace("pos_embedding", "Transformer/pos_embedding"): v
         for k, v in values.items()
@@ -302,7 +302,7 @@ def test_positions_of_n_plus_one_rows_place_big_visions_class_token_too() -> Non
     )
 
 
-# What is wrong is said
+# Errors
 
 
 @pytest.mark.parametrize(

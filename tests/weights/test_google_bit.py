@@ -1,4 +1,4 @@
-"""BiT's files: big_vision's own outputs, the paper's names, and timm as a second reader."""
+"""BiT files: outputs of big_vision's code, the paper's names, and timm's reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing Google's files: what they have no place for, what their code has fixed, and timm as their reader."""
+"""Writing Google's files: unsupported parts, fixed conventions, and reading with timm."""
 
 from __future__ import annotations
 

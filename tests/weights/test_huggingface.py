@@ -1,7 +1,6 @@
-"""Hugging Face's repositories against transformers itself: same numbers, same tensors, its own from_pretrained.
+"""Hugging Face repositories against transformers: same outputs, same tensors, loaded by from_pretrained.
 
-Every parameter is random, so that nothing is hidden behind a zero; networks are tiny except where
-the size is the point.
+Every parameter is random, so that zeros hide no errors; networks are tiny except where size matters.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def random_images(height: int = 32, width: int = 32, count: int = 2) -> Tensor:
 
 
 def spelled(archive: Archive) -> Archive:
-    """Under the names the table uses."""
+    """Tensors under the names that the table uses."""
     assert HUGGINGFACE.detect(archive) == ""
     return Archive(**{**vars(archive), "tensors": archive.tensors.rename(HUGGINGFACE.normalize_name)})
 
@@ -54,11 +53,13 @@ def write(net: Net, info: ModelInfo, path: Path) -> None:
 
 
 def loaded(folder: Path, peer: Peer, kind: str | None = None) -> Any:
-    """Through from_pretrained, which must find each tensor it has and no other."""
+    """Load with from_pretrained, which must find exactly the tensors it has."""
     loader = getattr(transformers, kind or peer.reads_back or peer.model)
     bare = peer.arguments or (BARE if peer.reads_back == "ViTModel" else {})
-    model, said = loader.from_pretrained(folder, output_loading_info=True, **bare)
-    assert not any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), said
+    model, loading_info = loader.from_pretrained(folder, output_loading_info=True, **bare)
+    assert not any(loading_info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), (
+        loading_info
+    )
     return model.eval()
 
 
@@ -68,7 +69,7 @@ def size_of(info: ModelInfo) -> tuple[int, int]:
 
 @dataclass
 class Converted:
-    """A peer's network, its repository, what we made of it, and the repository we wrote."""
+    """A transformers model, its repository, our model read from it, and the repository we wrote."""
 
     peer: Peer
     model: Any
@@ -133,7 +134,7 @@ def test_auto_classes_find_the_class(case: Converted) -> None:
 
 
 def test_names_in_memory_are_read_too(case: Converted, tmp_path: Path) -> None:
-    """`torch.save(model.state_dict())` has version 5's names, `save_pretrained` the hub's."""
+    """`torch.save(model.state_dict())` has the names of transformers 5, `save_pretrained` the Hub's."""
     shutil.copy(case.theirs / "config.json", tmp_path)
     torch.save(case.model.state_dict(), tmp_path / "pytorch_model.bin")
     memory, hub = read(tmp_path)[0].state_dict(), case.net.state_dict()

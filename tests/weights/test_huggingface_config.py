@@ -1,4 +1,4 @@
-"""Hugging Face's sidecars: what is read from them, what is assumed without them, what is refused by name."""
+"""Hugging Face sidecars: what is read from them, what is assumed without them, and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VIT = TINY | {"intermediate_size": 48}
 
 
 def archive_of(model: str, config: Any, sidecar: dict[str, Any] | None = None, **files: Any) -> Archive:
-    """Names and shapes of a class of transformers, without the numbers; its config.json, with changes."""
+    """Archive with names and shapes of a transformers class, without weights, and its config.json with changes."""
     with torch.device("meta"):
         tensors = getattr(transformers, model)(config).state_dict()
     renamed = LazyTensors.from_tensors(tensors).rename(HUGGINGFACE.normalize_name)
@@ -70,13 +70,13 @@ GIANT = {"hidden_size": 1536, "num_hidden_layers": 40, "num_attention_heads": 24
 )
 def test_without_config_json_published_sizes_are_still_known(model: str, config: str, options: dict[str, Any]) -> None:
     settings = getattr(transformers, config)(**options)
-    told = HUGGINGFACE.infer_info(archive_of(model, settings, {}))
+    with_config = HUGGINGFACE.infer_info(archive_of(model, settings, {}))
     bare = archive_of(model, settings)
     bare.hints |= {"activation": "gelu-quick"} if config.startswith("CLIP") else {}
-    alone = HUGGINGFACE.infer_info(bare)
-    assert alone.config == told.config
-    assert any("there is no config.json" in note for note in alone.notes)
-    assert not any("config.json" in note for note in told.notes if "preprocessor" not in note)
+    without_config = HUGGINGFACE.infer_info(bare)
+    assert without_config.config == with_config.config
+    assert any("there is no config.json" in note for note in without_config.notes)
+    assert not any("config.json" in note for note in with_config.notes if "preprocessor" not in note)
 
 
 def test_without_config_json_unusual_heads_are_asked_for() -> None:
@@ -123,7 +123,7 @@ def test_a_nested_config_may_leave_everything_out() -> None:
 
 
 def test_an_image_the_patches_do_not_cover_gives_the_peers_numbers(tmp_path: Path) -> None:
-    """google/siglip-so400m-patch14-384: transformers' convolution leaves the last pixels out, and so do we."""
+    """google/siglip-so400m-patch14-384: transformers' convolution ignores the last pixels, and so does vitrail."""
     config = transformers.SiglipVisionConfig(**VIT | {"image_size": 30})
     theirs = randomized(transformers.SiglipVisionModel(config))
     theirs.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""OpenAI's CLIP and open_clip: their own code's outputs, what decides the activation, what is refused by name."""
+"""OpenAI's CLIP and open_clip: outputs of their own code, what decides the activation, and errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def embedded(net: ViT) -> Tensor:
         return net(images(*pair(net.config.image_size)))
 
 
-# Their own outputs
+# Outputs
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -164,9 +164,9 @@ def test_the_preprocessing_is_openais_unless_the_config_says_another(tmp_path: P
     usual = info.preprocess
     assert (usual.resize, usual.resize_to, usual.interpolation) == ("short", 32, "bicubic")
     assert (usual.mean, usual.std) == (CLIP_MEAN, CLIP_STD)
-    said = {"mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bilinear", "resize_mode": "squash"}
+    preprocess_cfg = {"mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bilinear", "resize_mode": "squash"}
     (tmp_path / "repository").mkdir()
-    _, info = read(repository("vit", tmp_path / "repository", **said))
+    _, info = read(repository("vit", tmp_path / "repository", **preprocess_cfg))
     other = info.preprocess
     assert (other.resize, other.resize_to, other.interpolation) == ("squash", None, "bilinear")
     assert (other.mean, other.std) == ((0.5,) * 3, (0.25,) * 3)
@@ -198,7 +198,7 @@ def test_positions_of_another_size_than_the_config_says_are_read_as_they_are(tmp
     assert any("image_size=64" in note for note in info.notes)
 
 
-# What is refused
+# Errors
 
 
 BLOCK = "visual.transformer.resblocks.0."

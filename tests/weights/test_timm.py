@@ -41,7 +41,7 @@ def saved(model: torch.nn.Module, folder: Path, **args: object) -> Path:
 
 
 def test_every_vit_of_timm_is_described_at_its_own_size_as_timm_builds_it() -> None:
-    """Widths, heads and positions as published, one block deep, on skeletons without storage: names, shapes, config."""
+    """Names, shapes and config of every published size, one block deep, on the meta device."""
     wrong = {}
     for case in recognition_timm.cases():
         if not is_read(case.name):
@@ -55,22 +55,22 @@ def test_every_vit_of_timm_is_described_at_its_own_size_as_timm_builds_it() -> N
             recognized, archive = checkpoint.detect_format(archive, family)
             config = recognized.infer_info(archive).config
             recognized.table(config).read(archive.tensors, build(config, meta=True), config)
-            if expected(model) != said(config):
-                wrong[case.name, form] = set(expected(model).items()) ^ set(said(config).items())
+            if expected(model) != summary(config):
+                wrong[case.name, form] = set(expected(model).items()) ^ set(summary(config).items())
     assert wrong == {}
 
 
 def bare(folder: Archive, truth: dict[str, Any]) -> Archive:
-    """The weights alone, and what their reader asks for."""
-    alone = Archive(folder.source, folder.tensors)
+    """The weights without sidecars, with the options that reading them requires."""
+    bare_archive = Archive(folder.source, folder.tensors)
     for option in ("activation", "num_heads"):
-        if asks(alone, option):
-            alone.hints[option] = truth[option]
-    return alone
+        if requires(bare_archive, option):
+            bare_archive.hints[option] = truth[option]
+    return bare_archive
 
 
-def asks(archive: Archive, option: str) -> bool:
-    """Whether a bare file is refused for want of this option."""
+def requires(archive: Archive, option: str) -> bool:
+    """Whether a bare file is rejected because this option is missing."""
     try:
         TIMM_FORMAT.infer_info(archive)
     except FormatError as error:
@@ -79,7 +79,7 @@ def asks(archive: Archive, option: str) -> bool:
 
 
 def repository(model: torch.nn.Module, name: str) -> Archive:
-    """What `save_for_hf` would write, without the data."""
+    """What `save_for_hf` writes, without weights."""
     cfg = timm.models.filter_pretrained_cfg(model.pretrained_cfg, remove_source=True, remove_null=True)
     cfg["tag"] = name.partition(".")[2]
     config = {"architecture": cfg.pop("architecture"), "num_classes": model.num_classes, "pretrained_cfg": cfg}
@@ -89,7 +89,7 @@ def repository(model: torch.nn.Module, name: str) -> Archive:
 
 
 def expected(model: torch.nn.Module) -> dict[str, object]:
-    """timm's conventions, read off its modules."""
+    """timm's conventions, from its modules."""
     if not hasattr(model, "blocks"):
         return {"stages": tuple(len(s.blocks) for s in model.stages), "num_classes": model.num_classes}
     block, mlp = model.blocks[0], model.blocks[0].mlp
@@ -105,7 +105,7 @@ def expected(model: torch.nn.Module) -> dict[str, object]:
     }
 
 
-def said(config: ViTConfig | BiTConfig) -> dict[str, object]:
+def summary(config: ViTConfig | BiTConfig) -> dict[str, object]:
     if isinstance(config, BiTConfig):
         return {"stages": config.layers, "num_classes": config.num_classes}
     return {
@@ -214,7 +214,7 @@ def test_logits_tokens_and_attention_at_224(arch: str, tmp_path: Path) -> None:
 
 
 def attention_of(model: torch.nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
-    """timm's unfused path leaves the weights at its attention dropout."""
+    """Attention weights are captured at the attention dropout of timm's unfused path."""
     maps: list[torch.Tensor] = []
     hooks = []
     for block in model.blocks:
@@ -241,7 +241,7 @@ def test_another_size_is_resampled_as_timm_does_it(size: tuple[int, int], tmp_pa
 
 
 def test_an_architecture_that_nobody_knows_is_not_taken_for_a_vit(tmp_path: Path) -> None:
-    """Its tensors may look like a ViT's: xcit's, or those of one's own."""
+    """The tensors may look like a ViT's, for instance XCiT's or those of a custom model."""
     theirs = randomized(timm.create_model("vit_base_patch16_224", **SMALL))
     folder = saved(theirs, tmp_path / "timm", **SMALL)
     config = json.loads((folder / "config.json").read_text())
@@ -283,7 +283,7 @@ def test_heads_come_from_the_architecture_at_any_depth(arch: str, depth: int | N
 
 
 def test_heads_come_from_the_architecture_at_another_width() -> None:
-    """model_args may have the width alone: timm then keeps the architecture's heads, which are no longer 64 wide."""
+    """model_args may have only the width: timm then keeps the architecture's heads, which are no longer 64 wide."""
     with torch.device("meta"):
         model = timm.create_model("vit_base_patch16_224", depth=1, embed_dim=384)
     archive = repository(model, "vit_base_patch16_224")

@@ -1,4 +1,4 @@
-"""What a bare file of facebook's is taken for: by its tensors, sections and its script's arguments, not by its name."""
+"""The family of a bare file: from its tensors, sections and script arguments, not from its file name."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def test_a_file_is_taken_for_what_is_in_it(kind: str, tmp_path: Path) -> None:
     assert (info.family, info.task, info.config.resample) == (family, task, resample)
     assert (info.config.norm_eps, info.config.num_heads) == (1e-6, HEADS)
     assert info.config.activation == ("swiglu" if info.config.mlp_dim == 344 else "gelu")
-    notes = [said for said in info.notes if not said.startswith("read 'model' of")]
+    notes = [line for line in info.notes if not line.startswith("read 'model' of")]
     assert len(notes) == (1 if note else 0), notes
-    assert all(said.startswith(note) for said in notes)
+    assert all(line.startswith(note) for line in notes)
     assert not note.startswith(DEFAULT) or "Pass --family NAME" in notes[0]
     if family != "ViT":
         assert (info.preprocess.mean, info.preprocess.std) == (IMAGENET_MEAN, IMAGENET_STD)
@@ -131,7 +131,7 @@ def test_the_name_of_a_file_is_no_evidence(kind: str, tmp_path: Path) -> None:
 
 
 def test_deit3_has_to_be_told_from_a_vit_with_rotary_positions(tmp_path: Path) -> None:
-    """Their files have the same tensors: the caller says which it is."""
+    """Both have the same tensors: the caller has to pass the family."""
     state = deit3()
     with pytest.raises(FormatError, match=r"RoPE-ViT with learned positions .* pass family='DeiT3'"):
         read(state, tmp_path, "deit_3_base_224_21k.pth")
@@ -141,7 +141,7 @@ def test_deit3_has_to_be_told_from_a_vit_with_rotary_positions(tmp_path: Path) -
 
 
 def ijepa() -> dict[str, Any]:
-    """As its script saves: three sections, each under the prefix of its parallel wrapper."""
+    """As saved by its script: three sections, each with the prefix of its parallel wrapper."""
     target = {name: tensor for name, tensor in encoder(placed=0).items() if name != "cls_token"}
     predictor = {"predictor_embed.weight": draw(8, D), "mask_token": draw(1, 1, 8)}
     sections = {"encoder": target, "predictor": predictor, "target_encoder": target}
@@ -232,7 +232,7 @@ def test_what_a_config_says_otherwise_of_its_head_images_and_positions_is_noted(
 
 
 def test_an_image_that_is_not_square_is_covered_and_never_padded(tmp_path: Path) -> None:
-    """timm enlarges such a crop on all sides; the short side alone would leave a photograph with black bars."""
+    """timm resizes to cover such a crop; resizing only the short side would leave black bars."""
     preparing = {"mean": [0.5] * 3, "std": [0.5] * 3, "crop_pct": 0.9}
     args = {"num_heads": 2, "img_size": [16, 64]}
     config = {"architecture": "vit_base_patch16_224", "pretrained_cfg": preparing, "model_args": args}

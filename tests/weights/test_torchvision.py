@@ -55,7 +55,7 @@ def info_of(config: ViTConfig | BiTConfig) -> ModelInfo:
     return ModelInfo(config=config, preprocess=FAMILIES["ViT"].preprocess)
 
 
-# Its numbers
+# Outputs
 
 
 @pytest.mark.peer
@@ -112,7 +112,7 @@ def test_positions_are_resized_as_torchvision_does(image: int, tmp_path: Path) -
 
 @pytest.mark.peer
 def test_an_image_that_is_not_square_is_its_positions_resized_in_each_direction(tmp_path: Path) -> None:
-    """torchvision itself refuses; its parts, given positions of that grid, do the rest."""
+    """torchvision rejects such images; its modules, given positions for that grid, compute the reference."""
     model = theirs()
     net, _ = read(model, tmp_path)
     images = torch.randn(2, 3, 24, 56)
@@ -143,7 +143,7 @@ def test_attention_is_torchvisions(tmp_path: Path) -> None:
     assert relative(given[0], weights) <= 1e-5
 
 
-# Files, both ways
+# Reading and writing
 
 
 @pytest.mark.peer
@@ -185,11 +185,11 @@ def test_googles_file_through_torchvisions_and_back_is_bit_for_bit_the_same(tmp_
     assert (tmp_path / "first.npz").read_bytes() == (tmp_path / "third.npz").read_bytes()
 
 
-# What is not in the file
+# Values that the file does not store
 
 
 def described(config: ViTConfig) -> ModelInfo:
-    """What is said of a file of this network, without its numbers."""
+    """The ModelInfo inferred from a file of this network, without its weights."""
     state = build(config, meta=True).state_dict()
     names = TORCHVISION.table(config).write(state, config)
     return TORCHVISION.infer_info(Archive("memory", LazyTensors.from_tensors(names)))
@@ -252,7 +252,7 @@ def test_heads_that_cannot_be_guessed_are_an_error() -> None:
         described(SMALL.replace(width=48, num_heads=4))
 
 
-# What the format cannot represent
+# Unsupported parts
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Families that are not read: each is refused by its own name, under its authors' names for the tensors and timm's."""
+"""Unsupported families: the error names the family, for its authors' tensor names and for timm's."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def test_a_file_of_a_family_that_is_not_read_is_refused_by_its_name(kind: str, s
     torch.save({section: state} if section else state, tmp_path / "deit_base_patch16_224.pth")
     with pytest.raises(FormatError) as error:
         checkpoint.read(tmp_path / "deit_base_patch16_224.pth")
-    said = str(error.value).partition(": ")[2]
-    assert called in said
-    assert not re.search(r"pass |family=|activation=|num_heads=", said), "advice that leads into another family"
+    message = str(error.value).partition(": ")[2]
+    assert called in message
+    assert not re.search(r"pass |family=|activation=|num_heads=", message), "advice that leads into another family"
 
 
 @pytest.mark.parametrize(

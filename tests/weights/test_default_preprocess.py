@@ -1,4 +1,4 @@
-"""How images are prepared where a checkpoint says so, and where it does not."""
+"""Preprocessing stated by a checkpoint, and defaults where it states none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vitrail.weights.timm import TIMM_FORMAT
 from vitrail.weights.writers import write_torch
 
 # Family, size -> short side, filter, mean of the first channel: from each project's own evaluation code.
-# DeiT: int(size / 0.875). DeiT-III: everything. MAE: 0.875 up to 224, then everything. DINO, DINOv2: 256, 224.
+# DeiT: int(size / 0.875). DeiT-III: no margin. MAE: 0.875 up to 224, then no margin. DINO, DINOv2: 256, 224.
 # CLIP: the short side is the crop. big_vision: resize_small(256), central_crop(224).
 USUAL = {
     ("DeiT", 224): (256, "bicubic", 0.485),
@@ -114,9 +114,9 @@ def test_saying_the_family_that_was_found_changes_nothing(tmp_path: Path) -> Non
     )
     net, path = randomized(ViT(config)), tmp_path / "bare.pth"
     write_torch(path, TIMM_FORMAT.table(config).write(net.state_dict(), config))  # timm's names, nothing beside them
-    plain, said = checkpoint.read(path)[1], checkpoint.read(path, family="vit")[1]
+    plain, stated = checkpoint.read(path)[1], checkpoint.read(path, family="vit")[1]
     assert plain.preprocess.resize_to == 248
-    assert plain.replace(notes=()) == said
+    assert plain.replace(notes=()) == stated
     assert len(plain.notes) == 1
     assert "Pass --family NAME" in plain.notes[0]
     other = checkpoint.read(path, family="DeiT")[1]
