@@ -56,7 +56,7 @@ def loaded(folder: Path, peer: Peer, kind: str | None = None) -> Any:
     """Load with from_pretrained, which must find exactly the tensors it has."""
     loader = getattr(transformers, kind or peer.reads_back or peer.model)
     bare = peer.arguments or (BARE if peer.reads_back == "ViTModel" else {})
-    model, loaded = loader.from_pretrained(folder, output_loading_info=True, **bare)
+    model, loading_info = loader.from_pretrained(folder, output_loading_info=True, **bare)
     assert not any(loading_info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), (
         loading_info
     )
