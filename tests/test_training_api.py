@@ -17,7 +17,7 @@ from vitrail.config import BiTConfig, StemConfig, TrainConfig, ViTConfig, overri
 from vitrail.config.base import hints
 from vitrail.errors import ConfigError, NotFoundError, TrainError
 from vitrail.recipes import RECIPES
-from vitrail.recipes.finetune import larger
+from vitrail.recipes.finetune import paper_image_size
 from vitrail.report import write_report
 from vitrail.train.run_folder import RunFolder, first_unused_folder, latest_run_folder
 
@@ -170,8 +170,8 @@ def test_the_papers_resolution_is_in_whole_patches_and_small_images_are_doubled(
     found = {name: finetune_config(name, "photos", recipe="paper").image_size for name in sizes}
     assert found == {"B/16": 384, "H/14": 378, "digits": 16}
     assert finetune_config("H/14", "photos", recipe="paper", image_size=224).image_size == 224
-    assert larger(ViTConfig(patch_size=1, stem=StemConfig(layers=(3, 4, 9)))) == 384
-    assert larger(BiTConfig()) == 384
+    assert paper_image_size(ViTConfig(patch_size=1, stem=StemConfig(layers=(3, 4, 9)))) == 384
+    assert paper_image_size(BiTConfig()) == 384
 
 
 def test_another_way_to_fine_tune_is_not_taken_up_by_resuming():

@@ -154,7 +154,7 @@ def test_a_batch_is_found_and_written_down(tmp_path: Path, caplog: pytest.LogCap
     assert isinstance(found, int)
     assert 16 <= found <= 1438 // 8
     assert found & (found - 1) == 0
-    assert f"batch_size={found} was found" in caplog.text
+    assert f"using batch_size={found}" in caplog.text
     assert {line["images"] for line in lines(tmp_path / "run")} == {3 * found}
     assert result.setup.config.batch_size == found
 
@@ -333,7 +333,7 @@ def test_chance_may_change_in_a_checkpoint(start: Path, images: Path):
         (["image_size=32"], ConfigError, r"image_size=32 is only for init_from; set model.image_size"),
         (["model.num_classes=4"], ConfigError, r"got model.num_classes=4, and the data has 10 classes"),
         (["model.channels=3"], ConfigError, r"gives 1 channels, but the network needs 3"),
-        (["model.image_size=16"], ConfigError, r"preprocess.image_size=.*8.*, but .* model.image_size=16"),
+        (["model.image_size=16"], ConfigError, r"preprocess.image_size=.*8.*, but .* model.image_size=.*16"),
         (["schedule.warmup=30 steps"], ConfigError, r"warm-up of 30 steps is 30 steps, but the whole run has 20"),
         (["data.source=no-such-data"], VitrailError, r"no-such-data"),
         (["data.source=./nowhere/"], VitrailError, r"nowhere"),
