@@ -14,7 +14,7 @@ from train.small_runs import at_step, digits, photos, same_bits, stop
 import vitrail
 from vitrail.api.training import CHANGEABLE, _apply_overrides, _is_comparison, _resolve_recipe, finetune_config
 from vitrail.config import BiTConfig, StemConfig, TrainConfig, ViTConfig, override
-from vitrail.config.base import hints
+from vitrail.config.base import field_types
 from vitrail.errors import ConfigError, NotFoundError, TrainError
 from vitrail.recipes import RECIPES
 from vitrail.recipes.finetune import paper_image_size
@@ -132,8 +132,8 @@ def test_what_may_change_is_there():
         kind = TrainConfig
         *inner, last = path.split(".")
         for name in inner:
-            kind = hints(kind)[name]
-        assert last in hints(kind)
+            kind = field_types(kind)[name]
+        assert last in field_types(kind)
 
 
 def test_what_is_refused():

@@ -45,8 +45,8 @@ def test_overrides_follow_dotted_paths() -> None:
         config,
         ["num_heads=4", "stem.width_factor=2", "layer_scale=none", "pool=gap", "image_size=(64,128)", "norm_eps=1e-5"],
     )
-    assert (changed.heads, changed.stem.width, changed.layer_scale, changed.pool) == (4, 2.0, None, "gap")
-    assert changed.image == (64, 128)
+    assert (changed.num_heads, changed.stem.width_factor, changed.layer_scale, changed.pool) == (4, 2.0, None, "gap")
+    assert changed.image_size == (64, 128)
     assert changed.norm_eps == 1e-5
     assert config.num_heads == 12, "the original stays"
 
@@ -54,11 +54,11 @@ def test_overrides_follow_dotted_paths() -> None:
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("head=4", "ViTConfig has no 'head'; did you mean 'heads'"),
-        ("stem.widht=2", "did you mean 'width'"),
-        ("heads.x=2", "'heads' is 12, which has no parts"),
-        ("heads", "wanted key=value"),
-        ("heads=four", "ViTConfig.heads wants int, got 'four'"),
+        ("num_head=4", "ViTConfig has no 'num_head'; did you mean 'num_heads'"),
+        ("stem.widht_factor=2", "did you mean 'width_factor'"),
+        ("num_heads.x=2", "'num_heads' is 12, which has no parts"),
+        ("num_heads", "wanted key=value"),
+        ("num_heads=four", "ViTConfig.num_heads wants int, got 'four'"),
         ("num_heads=true", "wants int"),
         ("activation=relu", "is not one of its values"),
         ("activation=gelu_tanh", "did you mean 'gelu-tanh'"),

@@ -17,10 +17,10 @@ from vitrail.errors import ConfigError
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"held_out": 0.0}, "held_out=0.0 is a share of the images: between 0 and 1"),
-        ({"held_out": 1.0}, "held_out=1.0 is a share"),
-        ({"max_bad_fraction": 1.5}, "max_bad_fraction=1.5 is a share"),
-        ({"repeats": 0}, "repeats=0: an image is seen at least once"),
+        ({"held_out": 0.0}, "held_out=0.0 is a fraction of the images: between 0 and 1"),
+        ({"held_out": 1.0}, "held_out=1.0 is a fraction"),
+        ({"max_bad_fraction": 1.5}, "max_bad_fraction=1.5 is a fraction"),
+        ({"repeats": 0}, "repeats=0: wanted 1 or more"),
         ({"workers": -1}, "workers=-1: 0 or more"),
         ({"order": "random"}, "is not one of its values"),
         ({"source": 3}, "DataConfig.source wants str, got 3"),
@@ -34,17 +34,17 @@ def test_data_that_cannot_be_is_refused(settings: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"flip": 1.5}, "flip=1.5 is a chance"),
-        ({"erase": -0.1}, "erase=-0.1 is a chance"),
-        ({"mix_prob": 2.0}, "mix_prob=2.0 is a chance"),
+        ({"flip": 1.5}, "flip=1.5 is a probability"),
+        ({"erase": -0.1}, "erase=-0.1 is a probability"),
+        ({"mix_prob": 2.0}, "mix_prob=2.0 is a probability"),
         ({"scale": (0.0, 1.0)}, "scale=0.0, 1.0: wanted two positive numbers"),
         ({"scale": (0.9, 0.5)}, "the smaller one first"),
-        ({"scale": (0.5, 1.5)}, "shares of the area: at most 1"),
-        ({"erase_scale": (0.5, 1.5)}, "shares of the area: at most 1"),
+        ({"scale": (0.5, 1.5)}, "fractions of the area: at most 1"),
+        ({"erase_scale": (0.5, 1.5)}, "fractions of the area: at most 1"),
         ({"ratio": (2.0, 1.0)}, "the smaller one first"),
-        ({"jitter": (0.4, 0.4, 0.4, 0.6)}, "hue 0.6 is a share of the color circle"),
-        ({"jitter": (-0.1, 0.0, 0.0, 0.0)}, "are 0 or more"),
-        ({"jitter": (0.1, 0.1)}, "jitter wants"),
+        ({"color_jitter": (0.4, 0.4, 0.4, 0.6)}, "hue 0.6 is a fraction of the color circle"),
+        ({"color_jitter": (-0.1, 0.0, 0.0, 0.0)}, "are 0 or more"),
+        ({"color_jitter": (0.1, 0.1)}, "color_jitter wants"),
         ({"mixup": -1.0}, "are 0 or more"),
         ({"pad": -1}, "are 0 or more"),
         ({"magnitude": 11.0}, "magnitude=11.0 is out of 10"),
@@ -79,7 +79,7 @@ def test_mixing_is_on_when_a_kind_of_it_is(settings: dict[str, Any], mixes: bool
 @given(
     source=st.text(max_size=20),
     held_out=st.none() | st.floats(0.01, 0.99),
-    num_classes=st.none() | st.lists(st.text(max_size=5), max_size=3).map(tuple),
+    class_names=st.none() | st.lists(st.text(max_size=5), max_size=3).map(tuple),
     resident=st.sampled_from([None, True, False]),
     workers=st.none() | st.integers(0, 64),
 )
@@ -92,7 +92,7 @@ def test_data_settings_survive_json(**settings: Any) -> None:
     scale=st.tuples(st.floats(0.01, 0.5), st.floats(0.5, 1.0)),
     color_jitter=st.tuples(*[st.floats(0, 0.5)] * 4),
     mixup=st.floats(0, 10),
-    layers=st.integers(0, 5),
+    num_ops=st.integers(0, 5),
 )
 def test_augmentation_settings_survive_json(**settings: Any) -> None:
     config = AugmentConfig(**settings)
@@ -109,7 +109,9 @@ def test_overrides_of_data_and_augmentation() -> None:
         ("cat", "dog"),
         True,
     )
-    augment = override(AugmentConfig(), ["scale=(0.05, 1)", "jitter=(0.4, 0.4, 0.4, 0)", "policy=three", "crop=none"])
+    augment = override(
+        AugmentConfig(), ["scale=(0.05, 1)", "color_jitter=(0.4, 0.4, 0.4, 0)", "policy=three", "crop=none"]
+    )
     assert augment.scale == (0.05, 1.0)
     assert augment.color_jitter == (0.4, 0.4, 0.4, 0.0)
     assert (augment.policy, augment.crop) == ("three", "none")

@@ -74,8 +74,8 @@ def test_steps_cover_it(duration: Duration, batch: int, size: int, wanted: int) 
 
 
 @given(count=st.integers(0, 10_000), batch_size=st.integers(1, 10_000), size=st.integers(1, 2_000_000))
-def test_whole_epochs_are_counted_exactly(count: int, batch: int, size: int) -> None:
-    assert epochs(count).to_steps(batch_size=batch, images=size) == math.ceil(Fraction(count * size, batch))
+def test_whole_epochs_are_counted_exactly(count: int, batch_size: int, size: int) -> None:
+    assert epochs(count).to_steps(batch_size=batch_size, images=size) == math.ceil(Fraction(count * size, batch_size))
 
 
 @pytest.mark.parametrize("duration", [steps(3), images(96)])

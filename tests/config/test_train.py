@@ -30,11 +30,11 @@ RUN = TrainConfig(model=ViTConfig(image_size=32, patch_size=4, num_classes=0))
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        (ClassifyConfig, {"label_smoothing": 1.0}, "label_smoothing=1.0 is a share"),
+        (ClassifyConfig, {"label_smoothing": 1.0}, "label_smoothing=1.0 is a fraction"),
         (ClassifyConfig, {"loss": "hinge"}, "is not one of its values; there is sigmoid, softmax"),
-        (MaskedPatchConfig, {"mask_ratio": 0.0}, "share is in"),
+        (MaskedPatchConfig, {"mask_ratio": 0.0}, "mask_ratio is in"),
         (MaskedPatchConfig, {"mask_token_prob": 0.8, "random_patch_prob": 0.3}, "at most 1 together"),
-        (MaskedPatchConfig, {"mask_token_prob": -0.1}, "shares"),
+        (MaskedPatchConfig, {"mask_token_prob": -0.1}, "are 0 or more"),
         (OptimConfig, {"lr": 0.0}, "lr, eps and head_lr_factor must be positive"),
         (OptimConfig, {"head_lr_factor": -1.0}, "must be positive"),
         (OptimConfig, {"grad_clip": 0.0}, "grad_clip=0.0 must be positive, or none"),
@@ -43,11 +43,11 @@ RUN = TrainConfig(model=ViTConfig(image_size=32, patch_size=4, num_classes=0))
         (OptimConfig, {"betas": (0.9, 1.0)}, "betas and momentum are in"),
         (OptimConfig, {"betas": (0.9,)}, "betas wants"),
         (OptimConfig, {"momentum": 1.0}, "betas and momentum are in"),
-        (OptimConfig, {"trainable": -1}, "train=-1 counts blocks"),
+        (OptimConfig, {"trainable": -1}, "trainable=-1 counts blocks"),
         (OptimConfig, {"trainable": "nothing"}, "is not one of its values"),
         (OptimConfig, {"trainable": True}, "is not one of its values"),
         (OptimConfig, {"kind": "adam"}, "did you mean 'adamw'"),
-        (ScheduleConfig, {"min_lr_ratio": 1.1}, "min_lr_ratio=1.1 is a share"),
+        (ScheduleConfig, {"min_lr_ratio": 1.1}, "min_lr_ratio=1.1 is a fraction"),
         (ScheduleConfig, {"kind": "cosin"}, "did you mean 'cosine'"),
     ],
 )
@@ -155,7 +155,7 @@ def test_overrides_reach_every_part() -> None:
     assert changed.schedule.warmup == epochs(5)
     assert (changed.model.width, changed.data.source, changed.augment.mixup) == (192, "cifar10", 0.8)
     assert changed.augment.policy == "none"
-    assert (changed.batch, changed.ema, changed.evaluate_every) == ("auto", None, None)
+    assert (changed.batch_size, changed.ema, changed.evaluate_every) == ("auto", None, None)
     assert changed.duration.count == 1_500_000
 
 

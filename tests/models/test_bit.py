@@ -110,7 +110,7 @@ def test_bit_gives_transformers_logits_and_maps():
     net = loaded(BiTConfig(layers=(1, 2, 1), width_factor=0.5, standardize_eps=1e-8, num_classes=10), state)
     images = torch.randn(2, 3, 65, 64)
     with torch.no_grad():
-        ours, expected = net.features(images, outputs=("logits", "maps")), theirs(images)
+        ours, expected = net.features(images, outputs=("logits", "feature_maps")), theirs(images)
     assert relative(ours.logits, expected.logits) <= 1e-5
     for map_, hidden in zip(ours.feature_maps, expected.hidden_states[1:], strict=True):
         assert relative(map_, hidden) <= 1e-5
@@ -149,7 +149,7 @@ def test_timm_counts_the_same(name: str):
 def test_features_are_what_the_logits_are_made_of():
     net, images = randomized(BiT(SMALL)), torch.randn(2, 3, 40, 33)
     with torch.no_grad():
-        out = net.features(images, outputs=("logits", "pooled", "pre_logits", "patches", "maps"))
+        out = net.features(images, outputs=("logits", "pooled", "pre_logits", "patches", "feature_maps"))
         assert torch.equal(out.logits, net(images))
         assert torch.equal(net.head(out.pooled), out.logits)
         assert torch.equal(out.pooled, out.pre_logits)
@@ -159,7 +159,7 @@ def test_features_are_what_the_logits_are_made_of():
     assert net.features(images, "pooled").logits is None
 
 
-@pytest.mark.parametrize("name", ["attention", "tokens", "class_token", "pool_attention", "heads"])
+@pytest.mark.parametrize("name", ["attention", "tokens", "class_token", "pool_attention", "head_logits"])
 def test_what_bit_does_not_have_is_refused(name: str):
     with pytest.raises(ModelError, match=f"cannot give '{name}': BiT "):
         BiT(SMALL).features(torch.randn(1, 3, 32, 32), outputs=("logits", name))

@@ -205,5 +205,5 @@ def test_a_bit_takes_keys_and_draws_nothing() -> None:
 
 @pytest.mark.parametrize("sample_seeds", [torch.zeros(2, dtype=torch.int64), torch.zeros(3), torch.zeros(3, 1).long()])
 def test_wrong_keys_get_one_clear_sentence(sample_seeds: Tensor) -> None:
-    with pytest.raises(ModelError, match="one int64 key for each of 3 images"):
+    with pytest.raises(ModelError, match="one int64 seed for each of 3 images"):
         training()(random_images(3), sample_seeds)

@@ -134,9 +134,9 @@ def test_a_network_in_evaluation_mode_keeps_what_it_remembers() -> None:
     """Nothing is set, so that nothing is computed anew and another thread is not disturbed."""
     vit = model(small())
     vit.logits(gradient())
-    kept = [module._kept for module in vit.net.modules() if hasattr(module, "_kept")]
+    kept = [module._cache for module in vit.net.modules() if hasattr(module, "_cache")]
     vit.logits(gradient())
-    assert [module._kept for module in vit.net.modules() if hasattr(module, "_kept")] == kept
+    assert [module._cache for module in vit.net.modules() if hasattr(module, "_cache")] == kept
 
 
 def test_a_bit_evaluates_too() -> None:

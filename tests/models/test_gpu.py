@@ -99,7 +99,7 @@ def test_another_size_is_resampled_on_the_device_and_remembered() -> None:
     images = torch.randn(2, 3, 288, 192, device="cuda")
     with torch.no_grad():
         first = net(images)
-        assert net.positions[0]._kept.value.is_cuda
+        assert net.positions[0]._cache.value.is_cuda
         assert torch.equal(net(images), first)
         moved = net.cpu()(images.cpu())
     assert relative(moved, first.cpu()) <= 1e-4

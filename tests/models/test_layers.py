@@ -132,7 +132,7 @@ def test_a_bit_has_stages() -> None:
         assert [m.shape for m in some.feature_maps] == [(2, 256, 4, 4), (2, 128, 8, 8)]
         assert torch.equal(some.feature_maps[0], whole[1])
         assert net.features(images(), "patch_maps", layers=[-1]).patch_maps[0].shape == (2, 2, 2, 512)
-        both = net.features(images(), ("logits", "maps"), layers=[0])
+        both = net.features(images(), ("logits", "feature_maps"), layers=[0])
         assert torch.equal(both.logits, net(images()))
     with pytest.raises(ModelError, match="BiT's final norm fits its last stage"):
         net.features(images(), layers=[0], norm=True)
@@ -148,7 +148,7 @@ def test_a_bit_has_stages() -> None:
         ({"layers": "3"}, "layers=3: wanted a list of layers"),
         ({"layers": [1.5]}, r"layers=\[1.5\]: wanted a list of layers"),
         ({"layers": [3], "outputs": "logits"}, "layers chooses among attention, feature_maps, .*; got outputs=logits"),
-        ({"layers": [3], "want": "maps"}, "'patch_maps' has each layer's"),
+        ({"layers": [3], "outputs": "feature_maps"}, "'patch_maps' are each layer's"),
     ],
 )
 def test_layers_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:

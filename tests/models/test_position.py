@@ -104,7 +104,7 @@ def test_half_precision_tables_are_resampled_in_single() -> None:
 
 def test_learned_2d_is_a_row_beside_a_column() -> None:
     position = randomized(LearnedPosition2d(CONFIG))
-    table = position.patches((3, 4), torch.zeros(1)).unflatten(0, (3, 4))
+    table = position.patch_table((3, 4), torch.zeros(1)).unflatten(0, (3, 4))
     for y in range(3):
         for x in range(4):
             assert torch.equal(table[y, x], torch.cat([position.rows[y], position.columns[x]]))

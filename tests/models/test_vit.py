@@ -75,9 +75,9 @@ def configs(draw: st.DrawFn) -> ViTConfig:
 def test_every_option_works_with_every_other(config: ViTConfig) -> None:
     net = randomized(ViT(config))
     images = torch.randn(2, config.channels, *config.image_size)  # type: ignore[misc]
-    want = [*ALL, *(["heads"] if config.distilled else []), *(["pool_attention"] if config.pool == "map" else [])]
+    outputs = [*ALL, *(["head_logits"] if config.distilled else []), *(["pool_attention"] if config.pool == "map" else [])]
     with torch.no_grad():
-        out = net.features(images, outputs=want)
+        out = net.features(images, outputs=outputs)
         plain = net(images)
     tokens = math.prod(config.grid) + config.num_prefix_tokens
     assert plain.shape == (2, config.num_classes or config.head_width)
@@ -231,21 +231,21 @@ def test_resampled_positions_are_remembered_in_evaluation_only() -> None:
     position = net.positions[0]
     with torch.no_grad():
         first = net(images)
-        assert position._kept is not None
-        kept = position._kept.value
+        assert position._cache is not None
+        kept = position._cache.value
         net(images)
-        assert position._kept.value is kept
+        assert position._cache.value is kept
         position.table.mul_(2)
         assert not torch.equal(net(images), first), "a changed table must not be served stale"
         net.load_state_dict({k: v / 2 if k.endswith("table") else v for k, v in net.state_dict().items()})
         assert relative(net(images), first) <= 1e-6
     net.train()
-    assert position._kept is None
+    assert position._cache is None
     net(images).sum().backward()
-    assert position._kept is None
+    assert position._cache is None
     assert position.table.grad.abs().sum() > 0
     net.eval()(images).sum().backward()  # gradients may be wanted in evaluation mode too
-    assert position._kept is None
+    assert position._cache is None
 
 
 def test_a_skeleton_and_a_state_dict_are_a_network() -> None:
@@ -310,7 +310,7 @@ def test_threads_with_other_grids_do_not_meet_in_the_cache() -> None:
     net = randomized(ViT(small(depth=1)))
     position, like = net.positions[0], torch.zeros(1)
     with torch.no_grad():
-        wanted = {grid: position.assemble(grid, like) for grid in ((4, 4), (2, 8), (8, 2))}
+        wanted = {grid: position.build_table(grid, like) for grid in ((4, 4), (2, 8), (8, 2))}
 
     def ask(grid: tuple[int, int]) -> bool:
         with torch.no_grad():
@@ -347,17 +347,17 @@ def test_wrong_images_get_one_clear_sentence(images: torch.Tensor, message: str)
 
 
 @pytest.mark.parametrize(
-    ("want", "message"),
+    ("outputs", "message"),
     [
         ("atention", "no output is called 'atention'; did you mean 'attention'"),
-        ("heads", "not distilled"),
-        ("maps", "a ViT has tokens"),
+        ("head_logits", "not distilled"),
+        ("feature_maps", "a ViT has tokens"),
         ("pool_attention", "pools by 'token'"),
     ],
 )
-def test_wanting_what_is_not_there(want: str, message: str) -> None:
+def test_wanting_what_is_not_there(outputs: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        ViT(small()).features(torch.zeros(1, 3, 16, 16), outputs=want)
+        ViT(small()).features(torch.zeros(1, 3, 16, 16), outputs=outputs)
 
 
 @pytest.mark.parametrize(
@@ -369,13 +369,13 @@ def test_wanting_what_is_not_there(want: str, message: str) -> None:
         ),
         ({"num_heads": 3}, "width=16 is not divisible into num_heads=3"),
         ({"class_token": False}, "pool='token' needs class_token=true"),
-        ({"position": "relative", "position_at": "stem"}, "lives inside the attention"),
+        ({"position": "relative", "position_at": "stem"}, "is applied inside attention"),
         ({"position": "learned"}, "did you mean 'learned-"),
         ({"dropout": 1.0}, "is a probability"),
         ({"width": 18, "num_heads": 3, "position": "rope-2d"}, "multiple of 4"),
         ({"depth": 0}, "depth must be positive"),
         ({"depth": "12"}, "wants int, got '12'"),
-        ({"distilled": True, "pool": "gap"}, "reads two tokens"),
+        ({"distilled": True, "pool": "gap"}, "needs two tokens"),
         ({"stem": StemConfig(), "patch_size": 3}, "does not divide the stem's"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What all configs share: checked at birth, to and from JSON, dotted `key=value` overrides."""
+"""Config: base class of all settings. Validation, JSON, dotted `key=value` overrides."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from vitrail.errors import ConfigError, did_you_mean
 
 Pair = int | tuple[int, int]
 
-WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true, false", types.NoneType: "none"}
-"""What may stand beside words that are listed, as people say it."""
+TYPE_DESCRIPTIONS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true, false",
+    types.NoneType: "none",
+}
+"""Type -> its description in error messages."""
 
 
 def pair(value: Pair) -> tuple[int, int]:
@@ -31,22 +36,22 @@ def pair(value: Pair) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Frozen, keyword-only, validated at birth; `to_dict` and `from_dict` are inverse."""
+    """Frozen, keyword-only dataclass, validated on construction; `to_dict` and `from_dict` are inverse."""
 
     def __post_init__(self) -> None:
-        for name, kind in hints(type(self)).items():
-            object.__setattr__(self, name, _checked(type(self), name, kind, getattr(self, name)))
+        for name, kind in field_types(type(self)).items():
+            object.__setattr__(self, name, _coerce_field(type(self), name, kind, getattr(self, name)))
         self.check()
 
     def check(self) -> None:
-        """Raise ConfigError where the fields do not fit together."""
+        """Raise ConfigError if the fields are inconsistent."""
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, checked again."""
+        """A copy with some fields changed, validated again."""
         return type(self).from_dict({**self.to_dict(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only: what `json.dumps` takes."""
+        """The fields as plain values, for `json.dumps`."""
         return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def to_json_string(self) -> str:
@@ -54,7 +59,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        known = hints(cls)
+        known = field_types(cls)
         for name in values:
             if name not in known:
                 raise ConfigError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")
@@ -65,9 +70,9 @@ C = TypeVar("C", bound=Config)
 
 
 def for_trainer(cls: type[C]) -> type[C]:
-    """A config that transformers' Trainer can work with: it sets `use_cache` on every `model.config`.
+    """Class decorator for transformers' Trainer, which sets `use_cache` on every `model.config`.
 
-    The attribute is kept and means nothing here; it is no field, so comparing and storing configs do not see it.
+    The attribute is stored and ignored; it is not a field, so comparing and saving configs ignore it.
     TensorBoard's callback calls `to_json_string`. Fields stay frozen.
     """
     frozen = cls.__setattr__
@@ -82,7 +87,7 @@ def for_trainer(cls: type[C]) -> type[C]:
 def override(config: Config, assignments: Iterable[str]) -> Any:
     """Apply `key=value` strings by dotted path: `override(cfg, ["num_heads=4", "stem.width_factor=0.5"])`.
 
-    All at once: settings that need each other may come in any order.
+    All are applied at once: settings that depend on each other may come in any order.
     """
     changes: list[tuple[list[str], Any, str]] = []
     for assignment in assignments:
@@ -90,21 +95,21 @@ def override(config: Config, assignments: Iterable[str]) -> Any:
         if not equals:
             raise ConfigError(f"got {assignment!r}, wanted key=value, such as num_heads=4.")
         changes.append((path.strip().split("."), parse_value(text.strip()), path.strip()))
-    return _changed(config, changes)
+    return _apply_overrides(config, changes)
 
 
-def _hints(cls: type) -> dict[str, Any]:
+def _field_types(cls: type) -> dict[str, Any]:
     resolved = get_type_hints(cls)
     return {f.name: resolved[f.name] for f in dataclasses.fields(cls)}
 
 
-hints: Callable[[type], dict[str, Any]] = cache(_hints)
+field_types: Callable[[type], dict[str, Any]] = cache(_field_types)
 """Field name -> resolved type."""
 
 
-def _changed(config: Config, changes: Iterable[tuple[list[str], Any, str]]) -> Config:
-    """With other values at these paths; a path comes with how it was written."""
-    known = hints(type(config))
+def _apply_overrides(config: Config, changes: Iterable[tuple[list[str], Any, str]]) -> Config:
+    """Apply (path, value, path as written) changes."""
+    known = field_types(type(config))
     values: dict[str, Any] = {}
     inner: dict[str, list[tuple[list[str], Any, str]]] = {}
     for (name, *rest), value, whole in changes:
@@ -119,7 +124,7 @@ def _changed(config: Config, changes: Iterable[tuple[list[str], Any, str]]) -> C
             inner.setdefault(name, []).append((rest, value, whole))
         else:
             raise ConfigError(f"no setting {whole!r}: {name!r} is {part!r}, which has no parts.")
-    values |= {name: _changed(getattr(config, name), parts) for name, parts in inner.items()}
+    values |= {name: _apply_overrides(getattr(config, name), parts) for name, parts in inner.items()}
     return dataclasses.replace(config, **values)
 
 
@@ -136,19 +141,19 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def _checked(cls: type, name: str, kind: Any, value: Any) -> Any:
-    """The value as the annotation wants it, or an error that says what was wanted."""
+def _coerce_field(cls: type, name: str, kind: Any, value: Any) -> Any:
+    """The value converted to the annotated type, or ConfigError."""
     fitted, ok = _fit(kind, value)
     if ok:
         return fitted
     if options := _options(kind):
         hint = did_you_mean(value, options) if isinstance(value, str) else f"; there is {', '.join(options)}."
-        words = [WORDS[a] for a in get_args(kind) if a in WORDS]
+        words = [TYPE_DESCRIPTIONS[a] for a in get_args(kind) if a in TYPE_DESCRIPTIONS]
         if words and "did you mean" not in hint:
             *most, last = *words, *options
             hint = f"; it is {', '.join(most)} or {last}."
         raise ConfigError(f"{cls.__name__}.{name}={value!r} is not one of its values{hint}")
-    raise ConfigError(f"{cls.__name__}.{name} wants {_spell(kind)}, got {value!r}.")
+    raise ConfigError(f"{cls.__name__}.{name} wants {_type_name(kind)}, got {value!r}.")
 
 
 def _fit(kind: Any, value: Any) -> tuple[Any, bool]:
@@ -182,18 +187,18 @@ def _fit(kind: Any, value: Any) -> tuple[Any, bool]:
 
 
 def _fit_one_of(kinds: tuple[Any, ...], value: Any) -> tuple[Any, bool]:
-    """The first kind that takes the value; of several configs, the one that has all its fields."""
-    refused = None
+    """Convert to the first type of a union that accepts the value."""
+    first_error = None
     for kind in kinds:
         try:
             fitted, ok = _fit(kind, value)
         except ConfigError as error:
-            refused = refused or error
+            first_error = first_error or error
             continue
         if ok:
             return fitted, True
-    if refused is not None:
-        raise refused
+    if first_error is not None:
+        raise first_error
     return value, False
 
 
@@ -205,7 +210,7 @@ def _options(kind: Any) -> list[str]:
     return []
 
 
-def _spell(kind: Any) -> str:
+def _type_name(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
 
 

@@ -1,4 +1,4 @@
-"""What is learned from, and what happens to an image before it is learned from."""
+"""Settings of the training data and its augmentation."""
 
 from __future__ import annotations
 
@@ -12,71 +12,70 @@ from vitrail.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Config):
-    """A source of labeled images, how it is split, and how it is read."""
+    """The data source, its split and how it is read."""
 
     source: str = "digits"
     """A built-in name (`digits`, `cifar10`, ...), `folder:photos/`, `table:labels.csv`,
     `shards:train-{00000..00063}.tar`, `stream:...` (shards without an index), `hf:user/name`, or a
-    plain path, recognized for what it is."""
+    plain path, whose type is detected."""
     validation: str | None = None
-    """Another source to measure on, named the same way; None: what `source` itself offers."""
+    """Another source for validation, in the same notation; None: a split of `source`."""
     held_out: float | None = None
-    """Share of the training images kept aside to measure on. None: the data's own validation
+    """Fraction of the training images held out for validation. None: the data's own validation
     split, else its test split, else a tenth of the training images."""
     groups: str | None = None
-    """What keeps images on one side of that split: a table's column, or a regular expression over
+    """Groups of images that the split must not separate: a table's column, or a regular expression over
     an image's relative path, whose match (its first group, where it has one) names the group."""
     root: str | None = None
-    """A folder to look for built-in data in, before the cache and the system's own."""
+    """Folder with built-in data sets, searched before the cache and the system's folder."""
     image_column: str | None = None
-    """A table's column of paths or bytes; None: found by its name and kind."""
+    """A table's column of paths or bytes; None: detected by name and type."""
     label_column: str | None = None
-    """A table's column of labels; None: found by its name. Lists, or words with `|` between them,
-    are several labels to an image."""
+    """A table's column of labels; None: detected by name. Lists, or words separated by `|`, are
+    multi-label."""
     class_names: tuple[str, ...] | None = None
-    """Names of the classes, in order; None: those the data knows, else sorted."""
+    """Names of the classes, in order; None: the data's own, else sorted."""
 
     order: Literal["shuffled", "balanced"] = "shuffled"
-    """Each image once an epoch, or each class equally often."""
+    """shuffled: each image once per epoch; balanced: each class equally often."""
     repeats: int = 1
-    """The same image so many times in a row, augmented differently each time (DeiT has 3)."""
+    """Repeated augmentation: number of times each image appears in a row (3 in DeiT)."""
     resident: bool | None = None
-    """Decode everything once and keep it on the device; None: where it fits easily."""
+    """Decode the data once and keep it on the device; None: if it is small enough."""
     workers: int | None = None
-    """Processes that read and decode; 0 for none; None: as many as there are cores to spare."""
+    """Number of worker processes that read and decode; 0: none; None: the number of spare cores."""
     max_bad_fraction: float = 0.01
-    """The share of images that may be unreadable before training stops with their list."""
+    """Fraction of unreadable images above which training stops and lists them."""
     skip_bad: bool = False
-    """Leave unreadable images out of a measurement instead of refusing it."""
+    """Exclude unreadable images from an evaluation instead of failing."""
 
     def check(self) -> None:
         if self.held_out is not None and not 0 < self.held_out < 1:
-            raise ConfigError(f"held_out={self.held_out} is a share of the images: between 0 and 1.")
+            raise ConfigError(f"held_out={self.held_out} is a fraction of the images: between 0 and 1.")
         if not 0 <= self.max_bad_fraction <= 1:
-            raise ConfigError(f"max_bad_fraction={self.max_bad_fraction} is a share: from 0 to 1.")
+            raise ConfigError(f"max_bad_fraction={self.max_bad_fraction} is a fraction: from 0 to 1.")
         if self.repeats < 1:
-            raise ConfigError(f"repeats={self.repeats}: an image is seen at least once.")
+            raise ConfigError(f"repeats={self.repeats}: wanted 1 or more.")
         if self.workers is not None and self.workers < 0:
             raise ConfigError(f"workers={self.workers}: 0 or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig(Config):
-    """What is done to training images. The defaults leave everything but crop and flip off."""
+    """Augmentation of the training images. By default only crop and flip are on."""
 
     crop: Literal["resized", "pad", "none"] = "resized"
-    """A random part resized to the image's size; the whole shifted by up to `pad` pixels; or the
-    view that evaluation has."""
+    """resized: random resized crop; pad: random shift by up to `pad` pixels; none: as in evaluation."""
     scale: tuple[float, float] = (0.08, 1.0)
-    """Share of the image's area that a resized crop takes; the paper's code has 0.05 to 1."""
+    """Range of the crop's area as a fraction of the image; 0.05 to 1 in the paper's code."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Width over height of that crop."""
+    """Range of the crop's aspect ratio, width / height."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """How a crop is resized; always antialiased."""
+    """Interpolation of the resized crop; always antialiased."""
     pad: int = 4
-    """Pixels that crop='pad' shifts by, mirrored in from the image."""
+    """Largest shift for crop='pad', in pixels, with reflection padding."""
     flip: float = 0.5
-    """Chance of a mirror image."""
+    """Probability of a horizontal flip."""
     color_jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     """Strength of random brightness, contrast, saturation and hue, in random order; 0.4 is common."""
     policy: Literal["none", "three", "rand"] = "none"
@@ -84,41 +83,41 @@ class AugmentConfig(Config):
     num_ops: int = 2
     """Operations that RandAugment applies to an image."""
     magnitude: float = 9.0
-    """Their strength, of 10."""
+    """Magnitude of the operations, from 0 to 10."""
     magnitude_std: float = 0.0
-    """Spread of that strength from one operation to the next (timm has 0.5)."""
+    """Standard deviation of the magnitude (0.5 in timm)."""
     erase: float = 0.0
-    """Chance that a rectangle is replaced by noise."""
+    """Probability of random erasing."""
     erase_scale: tuple[float, float] = (0.02, 1 / 3)
-    """Share of the area that is erased."""
+    """Range of the erased area as a fraction of the image."""
     mixup: float = 0.0
-    """alpha of the Beta distribution that blends two images; 0 for none."""
+    """Mixup's alpha (Beta distribution); 0: off."""
     cutmix: float = 0.0
-    """alpha of the one that pastes a part of one image into another; 0 for none."""
+    """CutMix's alpha; 0: off."""
     mix_prob: float = 1.0
-    """Chance that an image is mixed at all; with both kinds on, each has half of it."""
+    """Probability that an image is mixed; with both mixup and CutMix on, each has half of it."""
     mix_group: int = 8
-    """An image is mixed with another of its group: so many consecutive ones of the batch. It must divide
-    each process's share of the batch; the result does not depend on the number of processes."""
+    """Size of the groups of consecutive images within which images are mixed. It must divide
+    each process's part of the batch; the result does not depend on the number of processes."""
     mix_off: Duration = steps(0)
-    """The end of the run that sees its images whole: mixed ones are not what it is measured on."""
+    """Duration at the end of the run without mixing: evaluation images are not mixed."""
 
     def check(self) -> None:
         for name in ("flip", "erase", "mix_prob"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is a chance: from 0 to 1.")
+                raise ConfigError(f"{name}={getattr(self, name)} is a probability: from 0 to 1.")
         for name in ("scale", "ratio", "erase_scale"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
                 raise ConfigError(f"{name}={low}, {high}: wanted two positive numbers, the smaller one first.")
         if self.scale[1] > 1 or self.erase_scale[1] > 1:
-            raise ConfigError("scale and erase_scale are shares of the area: at most 1.")
+            raise ConfigError("scale and erase_scale are fractions of the area: at most 1.")
         if min(*self.color_jitter, self.mixup, self.cutmix, self.magnitude_std, self.pad, self.num_ops) < 0:
             raise ConfigError("jitter, mixup, cutmix, magnitude_std, pad and layers are 0 or more.")
         if self.mix_group < 2:
-            raise ConfigError(f"mix_group={self.mix_group}: two images or more, to mix one with another.")
+            raise ConfigError(f"mix_group={self.mix_group}: wanted 2 or more images.")
         if self.color_jitter[3] > 0.5:
-            raise ConfigError(f"jitter's hue {self.color_jitter[3]} is a share of the color circle: at most 0.5.")
+            raise ConfigError(f"jitter's hue {self.color_jitter[3]} is a fraction of the color circle: at most 0.5.")
         if not 0 <= self.magnitude <= 10:
             raise ConfigError(f"magnitude={self.magnitude} is out of 10.")
 

@@ -1,4 +1,4 @@
-"""How long something lasts, with its unit: `epochs(5)`, `steps(10_000)`, `images(2_000_000)`."""
+"""Durations with a unit: `epochs(5)`, `steps(10_000)`, `images(2_000_000)`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Duration(Config):
         """Steps of `batch` images that cover it, where an epoch is `images` images; rounded up."""
         if self.unit == "epochs" and images < 1:
             raise ConfigError(
-                f"{self} cannot be counted: nobody knows how many images a stream has; use steps or images."
+                f"{self} cannot be counted: the number of images of a stream is unknown; use steps or images."
             )
         per_step = {"steps": 1.0, "epochs": batch_size / max(images, 1), "images": float(batch_size)}[self.unit]
         return math.ceil(round(self.count / per_step, 6))

@@ -1,4 +1,4 @@
-"""From an image's bytes to the numbers a network was trained on: the part that must never drift."""
+"""Preprocessing: from a decoded image to the model's input. Stored with every model."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class PreprocessConfig(Config):
     """Resize, crop, scale to [0, 1], normalize. The defaults are the original ViT's."""
 
     image_size: Pair = 224
-    """Height and width of what the network gets."""
+    """Height and width of the model's input."""
     resize: Literal["squash", "short"] = "squash"
-    """Change the aspect to the crop's, or keep it and fit the short side."""
+    """squash: resize without keeping the aspect ratio; short: resize the short side."""
     resize_to: int | None = None
-    """The short side before the center crop; None: no margin, the crop is just covered."""
+    """Size of the short side before the center crop; None: that of the crop."""
     crop_rounding: Literal["round", "floor"] = "round"
-    """Where the crop goes when an odd number of pixels is cut: torchvision and timm round half to
+    """Rounding of the crop's offset when an odd number of pixels is cropped: torchvision and timm round half to
     even, Hugging Face rounds down."""
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "area"] = "bilinear"
-    """The filter; area is the mean of what lies under a pixel, rounded down, as big_vision has it."""
+    """Resampling filter; area: the mean over each output pixel, rounded down, as in big_vision."""
     antialias: bool = True
     """Widen the filter when shrinking, as Pillow does; TensorFlow's resize, which the original
     code uses, does not."""
@@ -50,7 +50,7 @@ class PreprocessConfig(Config):
             raise ConfigError(f"sizes must be positive, got image_size={self.image_size}, resize_to={self.resize_to}.")
 
     def summary(self) -> str:
-        """In a few words, for people."""
+        """A one-line description."""
         height, width = pair(self.image_size)
         if self.resize == "short":
             first = f"short side to {self.resize_to or min(height, width)}, crop {height}x{width}"

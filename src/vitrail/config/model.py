@@ -1,4 +1,4 @@
-"""What a network is: every choice that changes the function it computes or the weights it has."""
+"""Model architectures: every setting that changes the computed function or the weights."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ class StemConfig(Config):
     """The hybrid's ResNet: post-activation, weight-standardized, group-normalized, SAME padding."""
 
     layers: tuple[int, ...] = (3, 4, 9)
-    """Units in each stage; the map is 4 * 2**(stages - 1) times smaller than the image."""
+    """Blocks in each stage; the feature map is 4 * 2**(stages - 1) times smaller than the image."""
     width_factor: float = 1.0
-    """Times 64 channels in the first stage."""
+    """Channels of the first stage divided by 64."""
     norm_eps: float = 1e-6
     """GroupNorm's epsilon: 1e-6 in the original, 1e-5 in timm."""
     standardize: Literal["std", "var"] = "std"
-    """Kernels are divided by std + eps (original) or by sqrt(var + eps) (timm)."""
+    """Weight standardization divides by std + eps (original) or by sqrt(var + eps) (timm)."""
     standardize_eps: float = 1e-5
     """1e-5 in the original, 1e-8 in timm."""
 
     def check(self) -> None:
         _positive(self, "width_factor")
         if any(n < 1 for n in self.layers):
-            raise ConfigError(f"every stage needs a unit, got layers={self.layers}.")
+            raise ConfigError(f"every stage needs a block, got layers={self.layers}.")
 
     @property
     def stride(self) -> int:
-        """Pixels of the image under one pixel of the map, along a side."""
+        """Image size divided by the size of the feature map."""
         return 4 * 2 ** max(len(self.layers) - 1, 0)
 
     @property
     def channels(self) -> int:
-        """Channels of the map."""
+        """Channels of the feature map."""
         base = int(64 * self.width_factor)
         return base * 4 * 2 ** (len(self.layers) - 1) if self.layers else base
 
@@ -53,53 +53,53 @@ class ViTConfig(Config):
     """A Vision Transformer. The defaults are ViT-B/16 as the original code computes it."""
 
     image_size: Pair = 224
-    """Height and width the position embeddings are made for; other sizes are resampled."""
+    """Height and width of the images; for other sizes the position embeddings are resampled."""
     patch_size: Pair = 16
-    """Height and width of one patch in pixels (of the stem's map in a hybrid); must divide `image`."""
+    """Height and width of a patch in pixels (of the stem's feature map in a hybrid); must divide `image_size`."""
     uncovered: Literal["refuse", "ignore"] = "refuse"
-    """What to do with an image the patches do not cover: refuse it, or leave out its last rows and
+    """Images whose size is not a multiple of the patch size: refuse them, or ignore the last rows and
     columns, as a convolution does (SigLIP SO400M/14 at 384 px)."""
     channels: int = 3
     """Channels of the image."""
     num_classes: int = 1000
-    """Outputs of the head; 0 for no head: the network then returns pooled features."""
+    """Outputs of the head; 0: no head, the model returns pooled features."""
 
     width: int = 768
-    """Numbers per token."""
+    """Dimension of the tokens."""
     depth: int = 12
-    """Blocks."""
+    """Number of blocks."""
     num_heads: int = 12
-    """Attention heads; must divide `width`."""
+    """Number of attention heads; must divide `width`."""
     mlp_dim: int = 3072
-    """Hidden width of the MLP (after gating, for SwiGLU)."""
+    """Hidden dimension of the MLP (for SwiGLU, after gating)."""
 
     class_token: bool = True
-    """Prepend a learned token that collects the answer."""
+    """Prepend a learned class token."""
     distilled: bool = False
-    """A second such token with its own head, taught by another network (DeiT)."""
+    """Add a distillation token with its own head (DeiT)."""
     num_registers: int = 0
-    """Extra learned tokens without a position or a reading (DINOv2)."""
+    """Number of register tokens: learned tokens without a position, not used by the head (DINOv2)."""
 
     position: PositionKind = "learned-1d"
-    """How a patch knows where it is."""
+    """Position encoding of the patches; see `models.position`."""
     position_at: PositionPlace | None = None
-    """Added at the stem, at each layer from a table of its own, or at each layer from one shared
-    table. None: the stem, or the layers for what lives inside the attention (relative, rope-2d)."""
+    """Where positions are added: stem (once, before the blocks), layers (at each block, with its own parameters) or
+    shared (at each block, the same parameters). None: stem, or layers for relative and rope-2d."""
     position_on_class: bool = True
-    """The class (and distillation) token has a learned position too; big_vision's has none."""
+    """Whether the class and distillation tokens have a learned position (not in big_vision)."""
     position_init_std: float = 0.02
-    """Spread of learned positions at birth; big_vision has 1 / sqrt(width)."""
+    """Standard deviation of learned positions at initialization; 1 / sqrt(width) in big_vision."""
     resample: Resample = "google"
-    """Whose convention resizes learned positions to another grid; see `models.position`."""
+    """Library whose interpolation resamples learned positions; see `models.position`."""
     rope_base: float = 100.0
-    """The longest period of rope-2d, as DINOv3 counts it."""
+    """Base of the periods of rope-2d (DINOv3's convention)."""
 
     norm: Literal["layer", "rms"] = "layer"
     """LayerNorm, or RMSNorm."""
     norm_eps: float = 1e-6
     """Its epsilon: 1e-6 here and in timm, 1e-12 in Hugging Face's ViT, 1e-5 in CLIP."""
     activation: Activation = "gelu-tanh"
-    """The MLP's: the original has the tanh form of GELU, PyTorch's descendants the exact one."""
+    """Activation of the MLP: tanh-GELU in the original, exact GELU in most PyTorch models."""
     patch_bias: bool = True
     """Bias in the patch projection; CLIP has none."""
     qkv_bias: bool = True
@@ -109,14 +109,13 @@ class ViTConfig(Config):
     qk_norm: bool = False
     """Normalize queries and keys per head."""
     layer_scale: float | None = None
-    """First value of the learned scale on each branch; None for no such scale."""
+    """Initial value of LayerScale; None: no LayerScale."""
     pre_norm: bool = False
     """A norm before the first block (CLIP)."""
 
     pool: Pool = "token"
-    """What the head sees: the class token, the mean of the patches, the output of an attention pool over
-    the patches (big_vision's MAP) or over all tokens (CoCa's), or class token and mean side by side
-    (DINOv2's classifier)."""
+    """Pooling: the class token, the mean of the patches (gap), an attention pool over the patches (map, as in
+    big_vision) or over all tokens (coca), or class token and mean concatenated (token+gap, DINOv2's classifier)."""
     pool_width: int | None = None
     """Width of CoCa's pool; None: `width`."""
     pool_heads: int | None = None
@@ -124,21 +123,21 @@ class ViTConfig(Config):
     pool_norm: Literal["before", "after", "none"] = "before"
     """Final norm before pooling (original) or after it (timm's fc_norm: MAE, DeiT-like gap models)."""
     pre_logits: int = 0
-    """Width of the pre-training head's tanh layer; 0 for none."""
+    """Width of the pre-logits layer (Linear and tanh before the head); 0: none."""
     head_bias: bool = True
     """Bias in the head; CLIP's projection has none."""
     head_bias_init: float = 0.0
-    """First value of that bias: -10 in the paper's code for sigmoid losses."""
+    """Initial value of the head's bias; -10 in the paper's code for sigmoid losses."""
 
     dropout: float = 0.0
-    """After positions, attention and both MLP layers."""
+    """Dropout rate after positions, attention and both MLP layers."""
     attention_dropout: float = 0.0
-    """On the attention weights."""
+    """Dropout rate of the attention weights."""
     drop_path: float = 0.0
-    """Stochastic depth: the last block's chance to be skipped, per image; rises linearly from 0."""
+    """Stochastic depth rate of the last block, per image; rises linearly from 0 in the first."""
 
     stem: StemConfig | None = None
-    """A ResNet before the patches makes it a hybrid."""
+    """A ResNet before the patch embedding (hybrid); None: no stem."""
 
     def check(self) -> None:
         _set(self, image_size=pair(self.image_size), patch_size=pair(self.patch_size))
@@ -155,7 +154,7 @@ class ViTConfig(Config):
             "rope_base",
         )
         if self.num_classes < 0 or self.num_registers < 0 or self.pre_logits < 0:
-            raise ConfigError("classes, registers and pre_logits count things: 0 or more.")
+            raise ConfigError("classes, registers and pre_logits must be 0 or more.")
         if self.width % self.num_heads:
             raise ConfigError(f"width={self.width} is not divisible into num_heads={self.num_heads}.")
         for name in ("dropout", "attention_dropout", "drop_path"):
@@ -172,10 +171,12 @@ class ViTConfig(Config):
             if self.distilled:
                 raise ConfigError("distilled=true needs class_token=true.")
         if self.pool == "token+gap" and self.pool_norm == "after":
-            raise ConfigError("pool='token+gap' joins normalized tokens: pool_norm='before' or 'none', not 'after'.")
+            raise ConfigError(
+                "pool='token+gap' concatenates normalized tokens: pool_norm='before' or 'none', not 'after'."
+            )
         self._check_coca()
         if self.distilled and self.pool != "token":
-            raise ConfigError(f"distilled=true reads two tokens: pool='token', not {self.pool!r}.")
+            raise ConfigError(f"distilled=true needs two tokens: pool='token', not {self.pool!r}.")
         if self.distilled and self.pre_logits:
             raise ConfigError("distilled=true has two plain heads: pre_logits=0.")
 
@@ -193,7 +194,7 @@ class ViTConfig(Config):
     def _check_position(self) -> None:
         if self.position in ("relative", "rope-2d") and self.position_at == "stem":
             raise ConfigError(
-                f"position={self.position!r} lives inside the attention: position_at='layers' or 'shared', not 'stem'."
+                f"position={self.position!r} is applied inside attention: position_at='layers' or 'shared', not 'stem'."
             )
         if self.position == "learned-2d" and self.width % 2:
             raise ConfigError(f"learned-2d splits width={self.width} into halves: make it even.")
@@ -207,7 +208,7 @@ class ViTConfig(Config):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of patches at `image`."""
+        """Rows and columns of patches at `image_size`."""
         return self.grid_of(pair(self.image_size))
 
     def grid_of(self, image_size: tuple[int, int]) -> tuple[int, int]:
@@ -228,23 +229,23 @@ class ViTConfig(Config):
 
     @property
     def resolved_position_at(self) -> PositionPlace:
-        """Where positions come in: `position_at`, or where this kind usually does."""
+        """`position_at`, or its default for this position encoding."""
         return self.position_at or ("layers" if self.position in ("relative", "rope-2d") else "stem")
 
     @property
     def num_positioned_prefix_tokens(self) -> int:
-        """Prefix tokens with a learned position: the class and distillation tokens, or none."""
+        """Number of prefix tokens with a learned position: class and distillation token, or 0."""
         learned = self.position in ("learned-1d", "learned-2d") and self.position_on_class
         return self.class_token + self.distilled if learned else 0
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Tokens before the patches: class, distillation, registers, in this order."""
+        """Number of tokens before the patches: class, distillation, registers, in this order."""
         return self.class_token + self.distilled + self.num_registers
 
     @property
     def head_width(self) -> int:
-        """Numbers the head sees."""
+        """Input dimension of the head."""
         return self.pre_logits or self.pooled_width
 
     @property
@@ -260,27 +261,27 @@ class BiTConfig(Config):
     """BiT's ResNet: pre-activation, weight-standardized, group-normalized, symmetric padding."""
 
     image_size: Pair = 224
-    """Height and width it is meant for; it takes any."""
+    """Height and width of the images; other sizes work too."""
     channels: int = 3
     """Channels of the image."""
     num_classes: int = 1000
-    """Outputs of the head; 0 for no head."""
+    """Outputs of the head; 0: no head."""
     layers: tuple[int, ...] = (3, 4, 6, 3)
-    """Units in each of the four stages."""
+    """Blocks in each stage."""
     width_factor: float = 1.0
-    """Times 64 channels: the x1 ... x4 of the name."""
+    """Width multiplier: the x1 ... x4 of the name."""
     norm_eps: float = 1e-5
     """GroupNorm's epsilon."""
     standardize_eps: float = 1e-10
-    """Kernels are divided by sqrt(var + eps): 1e-10 in the original, 1e-8 in timm and Hugging Face."""
+    """Weight standardization divides by sqrt(var + eps): 1e-10 in the original, 1e-8 in timm and Hugging Face."""
     root_pad: Literal["zero", "none"] = "zero"
-    """Border of the first max-pool: zeros, which may win (the paper's, timm's), or nothing (big_vision)."""
+    """Padding of the first max-pool: zeros, which take part in the maximum (paper, timm), or none (big_vision)."""
 
     def check(self) -> None:
         _set(self, image_size=pair(self.image_size))
         _positive(self, "image_size", "channels", "width_factor", "norm_eps")
         if not self.layers or any(n < 1 for n in self.layers):
-            raise ConfigError(f"BiT needs units in every stage, got layers={self.layers}.")
+            raise ConfigError(f"BiT needs blocks in every stage, got layers={self.layers}.")
 
 
 def _set(config: Config, **values: object) -> None:

@@ -1,4 +1,4 @@
-"""A training run: model, data, objective, optimizer, schedule. A recipe is a function that returns one."""
+"""Settings of a training run: model, data, objective, optimizer, schedule. A recipe returns a TrainConfig."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from vitrail.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyConfig(Config):
-    """Learning labels."""
+    """Supervised classification."""
 
     loss: Literal["softmax", "sigmoid"] = "softmax"
-    """Cross-entropy over the classes, or a yes or no for each, summed over them (what several labels
-    to an image always have)."""
+    """Softmax cross-entropy, or a binary cross-entropy for each class, summed over the classes. Multi-label
+    data always uses the second."""
     label_smoothing: float = 0.0
-    """Share of the target that is spread over all classes."""
+    """Fraction of the target spread evenly over all classes."""
     class_weights: Literal["none", "balanced"] = "none"
-    """balanced: weigh each class's term of the loss by how rare the class is; the mean weight is 1."""
+    """balanced: weight each class in the loss by the inverse of its frequency; the mean weight is 1."""
 
     def check(self) -> None:
         if not 0 <= self.label_smoothing < 1:
-            raise ConfigError(f"label_smoothing={self.label_smoothing} is a share: 0 or more, less than 1.")
+            raise ConfigError(f"label_smoothing={self.label_smoothing} is a fraction: 0 or more, less than 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedPatchConfig(Config):
-    """Learning without labels, by guessing what corrupted patches showed (the paper's appendix B.1.2)."""
+    """Masked patch prediction: self-supervised, predicts corrupted patches (the paper's appendix B.1.2)."""
 
     mask_ratio: float = 0.5
-    """Of the patches that are corrupted."""
+    """Fraction of the patches that are corrupted."""
     mask_token_prob: float = 0.8
-    """Of those: replaced by a learned token."""
+    """Fraction of the corrupted patches that are replaced by a learned mask token."""
     random_patch_prob: float = 0.1
-    """Of those: replaced by another patch of the same image. The rest stay as they are."""
+    """Fraction that is replaced by another patch of the same image. The rest stay unchanged."""
     target: Literal["mean-color", "downsized", "pixels"] = "mean-color"
-    """The patch's mean color in 3 bits a channel (512 classes), a 4 x 4 miniature of it in the same
-    colors, or all its pixels by their squared error."""
+    """What is predicted: the patch's mean color with 3 bits per channel (512 classes), its 4 x 4 downsized
+    version in the same colors, or all its pixels (mean squared error)."""
 
     def check(self) -> None:
         if (
@@ -57,16 +57,16 @@ class MaskedPatchConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(Config):
-    """Learning from another model (DeiT)."""
+    """Knowledge distillation from a teacher model (DeiT)."""
 
     teacher: str | None = None
     """Anything that `vitrail.load` loads, with the same classes."""
     kind: Literal["hard", "soft"] = "hard"
-    """Its decisions as labels, or its probabilities."""
+    """hard: the teacher's predicted class as the label; soft: its probabilities."""
     alpha: float = 0.5
-    """Of the loss that the teacher has."""
+    """Weight of the teacher in the loss; the labels have 1 - alpha."""
     temperature: float = 3.0
-    """Of the soft probabilities."""
+    """Temperature of the soft probabilities."""
 
     def check(self) -> None:
         if not 0 <= self.alpha <= 1:
@@ -77,33 +77,33 @@ class DistillConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Config):
-    """How a step is taken."""
+    """The optimizer."""
 
     kind: Literal["adamw", "sgd", "muon"] = "adamw"
-    """Muon turns matrices inside the blocks and leaves the rest to AdamW."""
+    """muon: Muon for the matrices inside the blocks, AdamW for the other parameters."""
     lr: float = 1e-3
-    """Learning rate at its highest."""
+    """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's memory of the gradient and of its square."""
+    """AdamW's decay rates of the first and second moment."""
     eps: float = 1e-8
     momentum: float | None = None
     """None: 0.9 for SGD, 0.95 for Muon."""
     nesterov: bool | None = None
-    """Whether a step looks ahead along the momentum. None: Muon's does, SGD's does not."""
+    """Nesterov momentum. None: on for Muon, off for SGD."""
     weight_decay: float = 0.0
-    """On matrices only: never on biases, norms, tokens, positions. SGD's is part of the gradient, as in
-    torch; the others' is decoupled from it."""
+    """For matrices and convolutions only, not for biases, norms, tokens and positions. Part of the gradient for SGD,
+    as in torch; decoupled for AdamW and Muon."""
     decay_by: Literal["lr", "schedule"] = "lr"
-    """Decay is multiplied by the learning rate (PyTorch), or by the schedule alone, from 0 to 1
+    """What multiplies the decay: the learning rate (as in PyTorch), or only the schedule's factor, from 0 to 1
     (big_vision: 1e-4 there is 0.1 here at lr=1e-3)."""
     layer_decay: float | None = None
-    """Each layer below the head learns this much slower than the one above it."""
+    """Layer-wise learning rate decay: the factor from each layer to the one below it."""
     grad_clip: float | None = 1.0
-    """Largest norm of the whole gradient."""
+    """Maximum norm of the gradient; None: no clipping."""
     trainable: Literal["all", "head"] | int = "all"
-    """What learns: everything, the head only, or the head and the last so many blocks."""
+    """Trainable parameters: all, the head only, or the head and this number of last blocks."""
     head_lr_factor: float = 1.0
-    """Times the learning rate, for the head."""
+    """Factor on the head's learning rate."""
 
     def check(self) -> None:
         if self.lr <= 0 or self.eps <= 0 or self.head_lr_factor <= 0:
@@ -122,36 +122,36 @@ class OptimConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Config):
-    """How the learning rate rises and falls."""
+    """The learning rate schedule."""
 
     kind: Literal["cosine", "linear", "rsqrt", "constant"] = "cosine"
-    """Its way down after the warm-up."""
+    """Decay after the warm-up."""
     warmup: Duration = steps(0)
-    """A straight rise from 0 at the start."""
+    """Linear warm-up from 0."""
     cooldown: Duration = steps(0)
-    """A straight fall to `floor` at the end (for rsqrt and constant)."""
+    """Linear decay to the final value at the end (for rsqrt and constant)."""
     min_lr_ratio: float = 0.0
-    """What is left at the end, as a share of the highest."""
+    """Final learning rate as a fraction of the peak."""
     timescale: Duration = steps(10_000)
     """For rsqrt: the learning rate falls as 1 / sqrt(1 + t / timescale)."""
 
     def check(self) -> None:
         if not 0 <= self.min_lr_ratio <= 1:
-            raise ConfigError(f"min_lr_ratio={self.min_lr_ratio} is a share of the highest learning rate: from 0 to 1.")
+            raise ConfigError(f"min_lr_ratio={self.min_lr_ratio} is a fraction of the peak learning rate: from 0 to 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Config):
-    """Everything that decides what a run computes. `runs/NAME/config.json` holds one, resolved."""
+    """All settings that determine a run's result. Saved in `runs/NAME/config.json`."""
 
     name: str = "run"
-    """The run folder is runs/NAME unless told otherwise."""
+    """Name of the run; its folder is runs/NAME by default."""
     seed: int = 0
-    """Decides first values, order, augmentation, masks, dropout: everything drawn."""
+    """Seed of all random numbers: initialization, order, augmentation, masks, dropout."""
     model: ViTConfig | BiTConfig | None = None
     """The network; with `start`, None for the checkpoint's own. num_classes=0 takes the data's."""
     init_from: str | None = None
-    """A checkpoint to begin from: anything that `vitrail.load` loads."""
+    """Pretrained model to start from: anything that `vitrail.load` loads."""
     image_size: int | tuple[int, int] | None = None
     """With `start`: another image size; positions are resampled."""
     preprocess: PreprocessConfig | None = None
@@ -167,41 +167,41 @@ class TrainConfig(Config):
 
     duration: Duration = epochs(10)
     batch_size: int | Literal["auto"] = 256
-    """Images per step, over all devices together; auto: the largest power of two that fits."""
+    """Images per step, over all devices; auto: the largest power of two that fits in memory."""
     grad_accum_steps: int = 1
-    """Parts a batch is computed in, one after the other, to save memory; changes nothing else."""
+    """Number of micro-batches per step, to save memory; does not change the result."""
     ema: float | None = None
-    """Keep an average of the weights that forgets at this rate a step (0.9999), and measure it."""
+    """Decay of an exponential moving average of the weights (such as 0.9999), which is then evaluated."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Of the arithmetic; with bfloat16 the weights stay float32. auto: bfloat16 on a CUDA device that has it,
-    float32 elsewhere. A run's config.json holds what was chosen, and a resumed run keeps it."""
+    """Precision of the computation; with bfloat16 (autocast) the weights stay float32. auto: bfloat16 on a CUDA
+    device that supports it, else float32. config.json stores the choice, and a resumed run keeps it."""
     compile: bool | Literal["graphs"] = False
-    """torch.compile: slow to start, then faster. graphs: as CUDA graphs too, for networks so small that
-    a GPU waits for the host between its kernels; without a GPU, nothing is compiled."""
+    """Use torch.compile. graphs: with CUDA graphs, for models so small that kernel launches dominate; without a
+    GPU, nothing is compiled."""
     gradient_checkpointing: bool = False
     """Gradient checkpointing: less memory, a third more time."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
-    """Under torchrun: a copy of the model on each device, or each a shard of it. auto: ddp."""
+    """Under torchrun: ddp (a replica on each device) or fsdp (sharded). auto: ddp."""
     device: str = "auto"
     deterministic: bool = False
-    """Choose only GPU kernels that give the same bits each time. A CPU always does."""
+    """Use only deterministic GPU kernels. CPU runs are always deterministic."""
 
     log_every: Duration = steps(10)
     evaluate_every: Duration | None = epochs(1)
-    """None: at the end only."""
+    """None: only at the end."""
     checkpoint_every: Duration = epochs(1)
     snapshot_every: Duration | None = None
-    """Keep a copy of the weights so often, as a model that `vitrail.load` loads; the first ones and the last, too."""
+    """Interval of saving a copy of the weights that `vitrail.load` loads, the initial and final ones included."""
     keep: Literal["auto", "best", "last"] = "auto"
     """Which weights become the model: the best on the validation images or the last ones. auto: the
     best, unless they were measured on the test split, where choosing would be cheating."""
     patience: int | None = None
-    """Stop after so many evaluations without a better one."""
+    """Early stopping: number of evaluations without improvement; None: off."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """What a loss that is not finite does: end the run, or leave that step out."""
+    """When the loss is not finite: stop the run, or skip the step."""
     tensorboard: bool = False
     compare: tuple[str, ...] = ()
-    """Overrides (`model.position=none`), each of which makes a second run to compare with in the report."""
+    """Overrides such as `model.position=none`; each is trained as a second run, and compared in the report."""
 
     def check(self) -> None:
         if self.model is None and self.init_from is None:

@@ -1,7 +1,7 @@
-"""BiT (Big Transfer, arXiv 1912.11370): the ResNet that the paper measures the Vision Transformer against.
+"""BiT (Big Transfer, arXiv 1912.11370): the ResNet that the ViT paper compares with.
 
-Pre-activation units, symmetric padding, a norm before the pool and the head. It is not the
-network in a hybrid's stem: see `models.hybrid` for that one.
+Pre-activation blocks, symmetric padding, a norm before the pool and the head. The ResNet of a hybrid's
+stem is different: see `models.hybrid`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vitrail.models.base import BaseNet
 from vitrail.models.output import PER_LAYER, Output, resolve_layers, resolve_outputs
 from vitrail.models.resnet import ROOT_KERNEL_SIZE, BottleneckShape, StandardizedConv, group_norm
 
-# B images, C channels, h rows and w columns of a map
+# B images, C channels, h rows and w columns of a feature map
 
 
 class PreActBottleneck(nn.Module):
-    """Norm, ReLU, convolution, three times; a shortcut that changes shape starts after the first ReLU."""
+    """Norm, ReLU, convolution, three times; a projection shortcut starts after the first ReLU."""
 
     def __init__(self, config: BiTConfig, unit: BottleneckShape) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class PreActBottleneck(nn.Module):
 
 
 class BiT(BaseNet):
-    """`net(images)`: B C H W -> logits. `net.features(images, outputs=...)`: what happens on the way.
+    """BiT ResNet. `net(images)`: B C H W -> logits; `net.features(images, outputs=...)`: intermediates by name.
 
     Any height and width will do. Nothing in it is drawn: `sample_seeds` are taken, as a ViT does, and not used.
     """
@@ -58,14 +58,14 @@ class BiT(BaseNet):
     def __init__(self, config: BiTConfig, seed: int | None = None) -> None:
         super().__init__()
         self.config: BiTConfig = config
-        base = _base(config)
+        base = _base_channels(config)
         self.root = _conv(config, config.channels, base, ROOT_KERNEL_SIZE, 2)
         self.stages = nn.ModuleList(
             nn.ModuleList(PreActBottleneck(config, unit) for unit in stage)
             for stage in resnet.plan_stages(config.layers, base)
         )
-        self.norm = group_norm(_width(config), config.norm_eps)
-        self.head = nn.Linear(_width(config), config.num_classes) if config.num_classes else nn.Identity()
+        self.norm = group_norm(_out_channels(config), config.norm_eps)
+        self.head = nn.Linear(_out_channels(config), config.num_classes) if config.num_classes else nn.Identity()
         if not init.is_meta(self):
             self.initialize(seed)
 
@@ -82,13 +82,13 @@ class BiT(BaseNet):
         layers: Iterable[int] | None = None,
         norm: bool = False,
     ) -> Output:
-        """Named intermediates: logits, pooled (pre_logits is the same), maps, and the final map as patches.
+        """Intermediate outputs: logits, pooled (equal to pre_logits), feature_maps, and the final map as patches.
 
         `layers` keeps the maps (or patch_maps, B h w C) of these stages alone, counted from 0, negative ones from the
         end; stages after the last of them are not computed unless something else is wanted.
         """
         names = resolve_outputs(outputs, layers, default_layered="feature_maps")
-        _check_wanted(names)
+        _check_outputs(names)
         if norm:
             raise ModelError("BiT's final norm fits its last stage alone, not each; 'patches' is that map normalized.")
         numbers = resolve_layers(layers, len(self.stages))
@@ -112,7 +112,7 @@ class BiT(BaseNet):
         return Output(**{name: found[name] for name in names})
 
     def encode(self, images: Tensor, maps: dict[int, Tensor] | None = None, stop: int | None = None) -> Tensor:
-        """Through all stages, or the first `stop`, B C h w; what leaves the stages that `maps` names is kept in it."""
+        """Run all stages, or the first `stop`: B C h w. Outputs of the stages in `maps` are stored there."""
         self.check_images(images)
         recompute = self.is_checkpointing()
         x = root_pool(self.root(images), self.config.root_pad)
@@ -127,12 +127,12 @@ class BiT(BaseNet):
         return x
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """The last stage's map after norm and ReLU."""
+        """Final norm and ReLU, B C h w."""
         return F.relu(self.norm(x), inplace=True)
 
     @torch.no_grad()
     def initialize(self, seed: int | None = None) -> Self:
-        """First values as in the original code; the same seed gives the same weights."""
+        """Initialize the weights as the original code does; the same seed gives the same weights."""
         resnet.initialize(self, init.generator_for(self.root.weight, seed))
         if isinstance(self.head, nn.Linear):
             nn.init.zeros_(self.head.weight)
@@ -140,17 +140,20 @@ class BiT(BaseNet):
         return self
 
     def resized(self, image_size: Pair) -> BiT:
-        """A copy that is meant for this size; the weights do not depend on it."""
+        """A copy for images of this size; the weights do not depend on it."""
         return self.rebuild(self.config.replace(image_size=image_size), {})
 
     def with_classes(self, num_classes: int) -> BiT:
-        """A copy with a new head of zeros, as for fine-tuning."""
+        """A copy with a new head initialized to zero, for fine-tuning."""
         config, like = self.config.replace(num_classes=num_classes), self.norm.weight
-        head = {"head.weight": like.new_zeros(num_classes, _width(config)), "head.bias": like.new_zeros(num_classes)}
+        head = {
+            "head.weight": like.new_zeros(num_classes, _out_channels(config)),
+            "head.bias": like.new_zeros(num_classes),
+        }
         return self.rebuild(config, head if num_classes else {}, drop=("head.",))
 
     def layer_id(self, name: str) -> int:
-        """0 for the root; the units of all stages from 1 on; one more for the norm and the head."""
+        """0 for the root; the blocks of all stages from 1; one more for the final norm and the head."""
         part, _, rest = name.partition(".")
         if not hasattr(self, part):
             raise ModelError(f"no parameter is called {name!r}{did_you_mean(name, dict(self.named_parameters()))}")
@@ -161,57 +164,57 @@ class BiT(BaseNet):
 
 
 def count_flops(config: BiTConfig, image_size: Pair | None = None) -> int:
-    """2 x multiply-adds of convolutions and head for one image; None is the size it is meant for."""
+    """FLOPs of convolutions and head for one image; None: of the config's image size."""
     size = pair(config.image_size if image_size is None else image_size)
-    convolutions = resnet.convolution_flops(config.layers, _base(config), config.channels, size)
-    return convolutions + 2 * _width(config) * config.num_classes
+    convolutions = resnet.convolution_flops(config.layers, _base_channels(config), config.channels, size)
+    return convolutions + 2 * _out_channels(config) * config.num_classes
 
 
 @fx.wrap
 def root_pool(x: Tensor, pad: str) -> Tensor:
-    """3x3 windows, stride 2, over a border of zeros, which win where the map is negative.
+    """3x3 max-pool, stride 2, zero padding that takes part in the maximum.
 
-    big_vision's border never wins: "none". The zeros are put in afterwards, where a
-    window reaches over the edge: cheaper than a padded copy, and ONNX Runtime would merge the
-    padding into the pool and lose them.
+    pad="none": padding does not take part, as in big_vision. The zeros are applied afterwards to the windows
+    that cross the edge: cheaper than a padded copy, and ONNX Runtime would merge an explicit padding
+    into the pool and drop the zeros.
     """
     pooled = F.max_pool2d(x, 3, 2, padding=1)
     if pad == "none":
         return pooled
-    rows, columns = (_over_the_edge(side, x.device) for side in x.shape[-2:])
+    rows, columns = (_crosses_edge(side, x.device) for side in x.shape[-2:])
     return torch.where(rows[:, None] | columns, F.relu(pooled), pooled)
 
 
-def _over_the_edge(side: int, device: torch.device) -> Tensor:
-    """Which of the windows along a side begin before it or end after it."""
+def _crosses_edge(side: int, device: torch.device) -> Tensor:
+    """Which windows along a side cross its edges."""
     starts = torch.arange(-1, side - 1, 2, device=device)
     return (starts < 0) | (starts + 2 >= side)
 
 
-def _base(config: BiTConfig) -> int:
+def _base_channels(config: BiTConfig) -> int:
     return int(64 * config.width_factor)
 
 
-def _width(config: BiTConfig) -> int:
-    """Channels of the last map: what the head sees."""
-    return resnet.plan_stages(config.layers, _base(config))[-1][-1].outputs
+def _out_channels(config: BiTConfig) -> int:
+    """Channels of the last feature map, the input of the head."""
+    return resnet.plan_stages(config.layers, _base_channels(config))[-1][-1].outputs
 
 
 def _conv(config: BiTConfig, inputs: int, outputs: int, side: int, stride: int = 1) -> StandardizedConv:
     return StandardizedConv(inputs, outputs, side, stride, same=False, by="var", eps=config.standardize_eps)
 
 
-_LACKING = {
+_UNAVAILABLE = {
     "attention": "BiT has no attention",
-    "tokens": "BiT has no tokens; 'feature_maps' is what leaves each stage",
-    "prefix_tokens": "BiT has no tokens; 'feature_maps' is what leaves each stage",
-    "class_token": "BiT has no class token; 'pooled' is what its head sees",
+    "tokens": "BiT has no tokens; 'feature_maps' are the outputs of its stages",
+    "prefix_tokens": "BiT has no tokens; 'feature_maps' are the outputs of its stages",
+    "class_token": "BiT has no class token; 'pooled' is the input of its head",
     "pool_attention": "BiT pools by the mean, not by attention",
     "head_logits": "BiT is not distilled: there is one head",
 }
 
 
-def _check_wanted(names: frozenset[str]) -> None:
+def _check_outputs(names: frozenset[str]) -> None:
     for name in names:
-        if name in _LACKING:
-            raise ModelError(f"this network cannot give {name!r}: {_LACKING[name]}.")
+        if name in _UNAVAILABLE:
+            raise ModelError(f"this network cannot give {name!r}: {_UNAVAILABLE[name]}.")

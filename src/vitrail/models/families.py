@@ -1,9 +1,8 @@
-"""The public families of Vision Transformers: how each departs from the original.
+"""Families of public Vision Transformers, and how each differs from the original.
 
-A family is a set of conventions no tensor shows (which GELU, which epsilon, how positions are
-resampled, how images are prepared), and where its checkpoints come from. `checked` says what
-the family's numbers have been compared with by this project's tests: its authors' own code, or the
-most used reimplementation where that code does not run here.
+A family is a set of conventions that a checkpoint's tensors do not show (which GELU, which epsilon, how
+positions are resampled, the preprocessing). `verified_against` states what this project's tests compare
+the family's outputs with: its authors' code, or the most used reimplementation where that does not run.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from vitrail.config.image import CLIP_MEAN, CLIP_STD, IMAGENET_MEAN, IMAGENET_ST
 
 @dataclass(frozen=True)
 class Family:
-    """Conventions that differ from ViTConfig's defaults, and the usual preprocessing."""
+    """Settings that differ from ViTConfig's defaults, and the default preprocessing."""
 
     title: str
     config_overrides: dict[str, Any] = field(default_factory=dict)
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
     """At 224 pixels."""
     crop_fraction: Callable[[int], float] | None = None
-    """Share of the resized short side that the crop keeps, by the image's size; None: no crop."""
+    """Image size -> crop size / resized short side (timm's crop_pct); None: no crop."""
     eval_image_size: int | None = None
-    """Pixels it is evaluated at, where those are not the size of its positions."""
+    """Image size in evaluation, where it differs from that of the position embeddings."""
     verified_against: str = ""
 
 
@@ -39,25 +38,25 @@ CLIP = PreprocessConfig(resize="short", resize_to=224, interpolation="bicubic", 
 SIGLIP = PreprocessConfig(interpolation="bicubic")
 BIT = PreprocessConfig(antialias=False)
 
-# The exact GELU, and positions resized bicubically without antialias, as DeiT's and MAE's code does.
+# Exact GELU, and bicubic resampling without antialias, as in DeiT's and MAE's code.
 _TORCH = {"activation": "gelu", "resample": "huggingface"}
 _DINO = {"activation": "gelu", "resample": "dinov2", "num_classes": 0}
 
 
-def _eighths(size: int) -> float:
+def _crop_875(size: int) -> float:
     return 0.875
 
 
-def _all(size: int) -> float:
+def _no_crop(size: int) -> float:
     return 1.0
 
 
-def _mae(size: int) -> float:
+def _mae_crop(size: int) -> float:
     return 0.875 if size <= 224 else 1.0
 
 
 def timm_crop_fraction(size: int) -> float:
-    """What timm's own ViTs keep: 0.9 at 224, everything from 384 on."""
+    """timm's crop_pct for its own ViTs: 0.9 at 224, 1.0 from 384."""
     return 0.9 if size < 384 else 1.0
 
 
@@ -77,49 +76,49 @@ FAMILIES: dict[str, Family] = {
         "big_vision's ViT (Beyer et al. 2022: gap, sin-cos positions)",
         {"class_token": False, "pool": "gap", "position": "sincos-2d"},
         preprocess=BIG_VISION,
-        crop_fraction=_eighths,
+        crop_fraction=_crop_875,
         verified_against="golden outputs of google-research/big_vision",
     ),
     "DeiT": Family(
         "DeiT, plain and distilled (Touvron et al. 2020)",
         _TORCH,
         preprocess=DEIT,
-        crop_fraction=_eighths,
+        crop_fraction=_crop_875,
         verified_against="timm (the authors build on it); transformers",
     ),
     "DeiT3": Family(
         "DeiT-III (Touvron et al. 2022)",
         _TORCH | {"layer_scale": 1e-6, "position_on_class": False},
         preprocess=DEIT3,
-        crop_fraction=_all,
+        crop_fraction=_no_crop,
         verified_against="timm",
     ),
     "MAE": Family(
         "masked autoencoders (He et al. 2021)",
         _TORCH | {"num_classes": 0},
         preprocess=DEIT,
-        crop_fraction=_mae,
+        crop_fraction=_mae_crop,
         verified_against="timm; transformers",
     ),
     "IJEPA": Family(
         "I-JEPA (Assran et al. 2023)",
         _TORCH | {"num_classes": 0, "class_token": False, "pool": "gap"},
         preprocess=DEIT,
-        crop_fraction=_eighths,
+        crop_fraction=_crop_875,
         verified_against="transformers",
     ),
     "DINO": Family(
         "DINO (Caron et al. 2021)",
         _DINO,
         preprocess=DEIT,
-        crop_fraction=_eighths,
+        crop_fraction=_crop_875,
         verified_against="timm; transformers",
     ),
     "DINOv2": Family(
         "DINOv2, with and without registers (Oquab et al. 2023, Darcet et al. 2023)",
         _DINO | {"layer_scale": 1e-5},
         preprocess=DEIT,
-        crop_fraction=_eighths,
+        crop_fraction=_crop_875,
         eval_image_size=224,
         verified_against="timm; transformers",
     ),
@@ -134,7 +133,7 @@ FAMILIES: dict[str, Family] = {
             "resample": "timm",
         },
         preprocess=CLIP,
-        crop_fraction=_all,
+        crop_fraction=_no_crop,
         verified_against="golden outputs of openai/CLIP and mlfoundations/open_clip; timm; transformers",
     ),
     "SigLIP": Family(

@@ -1,7 +1,7 @@
-"""The hybrid's stem: a post-activation ResNet that turns an image into the map which the patches are cut from.
+"""The stem of a hybrid ViT: a post-activation ResNet whose feature map is split into patches.
 
-It follows the original ViT code; `StemConfig` can also say timm's convention, under which timm
-computes the same weights slightly differently. It is not BiT: see `models.bit` for that one.
+It follows the original ViT code; `StemConfig` can also select timm's convention, which computes slightly
+different outputs from the same weights. BiT's ResNet is different: see `models.bit`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from vitrail.models import init, resnet
 from vitrail.models.base import BaseNet
 from vitrail.models.resnet import ROOT_KERNEL_SIZE, BottleneckShape, StandardizedConv, group_norm
 
-# B images, C channels, h rows and w columns of a map
+# B images, C channels, h rows and w columns of a feature map
 
 
 class ConvNorm(nn.Module):
-    """A standardized convolution and its norm."""
+    """A standardized convolution and a GroupNorm."""
 
     def __init__(self, config: StemConfig, inputs: int, outputs: int, side: int, stride: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class ConvNorm(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Convolution, norm, ReLU, three times; the shortcut comes in before the last ReLU."""
+    """Convolution, norm, ReLU, three times; the shortcut is added before the last ReLU."""
 
     def __init__(self, config: StemConfig, unit: BottleneckShape) -> None:
         super().__init__()
@@ -59,13 +59,13 @@ class Bottleneck(nn.Module):
 class ResNetStem(BaseNet):
     """`stem(images)`: B C H W -> B C' h w, with `config.channels` channels and `config.stride` times smaller.
 
-    Sides that the stride does not divide are rounded up. Without layers it is the root alone.
+    Sides that are not multiples of the stride are rounded up. With layers=() there is only the root.
     """
 
     def __init__(self, config: StemConfig, channels: int = 3) -> None:
         super().__init__()
         self.config = config
-        base = _base(config)
+        base = _base_channels(config)
         self.root = ConvNorm(config, channels, base, ROOT_KERNEL_SIZE, 2)
         self.stages = nn.ModuleList(
             nn.ModuleList(Bottleneck(config, unit) for unit in stage)
@@ -85,7 +85,7 @@ class ResNetStem(BaseNet):
 
     @torch.no_grad()
     def initialize(self, generator: Generator | None = None) -> Self:
-        """First values as in the original code: each unit begins as its shortcut, norm3 being zero."""
+        """Initialize as the original code does: norm3 is zero, so each block starts as its shortcut."""
         resnet.initialize(self, generator)
         for module in self.modules():
             if isinstance(module, Bottleneck):
@@ -94,11 +94,11 @@ class ResNetStem(BaseNet):
 
 
 def count_flops(config: StemConfig, image_size: Pair, channels: int = 3) -> int:
-    """2 x multiply-adds of the convolutions for one image of this size."""
-    return resnet.convolution_flops(config.layers, _base(config), channels, pair(image_size))
+    """FLOPs of the convolutions for one image of this size."""
+    return resnet.convolution_flops(config.layers, _base_channels(config), channels, pair(image_size))
 
 
-def _base(config: StemConfig) -> int:
+def _base_channels(config: StemConfig) -> int:
     return int(64 * config.width_factor)
 
 

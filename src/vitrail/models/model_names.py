@@ -1,4 +1,4 @@
-"""Every published size by the paper's name, and what other libraries call it.
+"""Model names -> configs: the paper's names, and those of other libraries.
 
 A name is `[STEM+]FAMILY-SIZE/PATCH[-OPTION][@IMAGE]`: ViT-B/16, ViT-L/16@384, R50+ViT-B/16,
 DeiT-S/16-distilled, DINOv2-B/14-reg, BiT-R50x1. Any size, patch and image combine; `published_models.py`
@@ -38,13 +38,13 @@ SIZES = {
 }
 # fmt: on
 DINOV2_G = Size(1536, 40, 24, 4096)
-"""DINOv2's own g, with SwiGLU."""
+"""DINOv2's g, which uses SwiGLU."""
 SIGLIP2_G = Size(1536, 40, 16, 6144)
 _PUBLISHED = {(size.width, size.mlp_dim): size.num_heads for size in (SIGLIP2_G, DINOV2_G, *SIZES.values())}
 
 
 def infer_num_heads(width: int, mlp: int) -> int | None:
-    """Heads of a network whose file does not say: a published size's at any depth, else 64 numbers each."""
+    """Number of heads where a file does not state it: that of a published size, else a head dimension of 64."""
     return _PUBLISHED.get((width, mlp)) or (width // 64 if width % 64 == 0 else None)
 
 
@@ -58,11 +58,11 @@ STEMS = {
     ("R50", 16): ((3, 4, 9), 1),
     ("R50", 32): ((3, 4, 6, 3), 1),
 }
-"""Stem and the number after the slash -> units per stage and patch on the map."""
+"""Stem and the number after the slash -> blocks per stage, and patch size on the feature map."""
 
 BIT_LAYERS = {"R50": (3, 4, 6, 3), "R101": (3, 4, 23, 3), "R152": (3, 8, 36, 3)}
 CLIP_EMBED_DIM = {"B": 512, "B+": 640, "L": 768, "H": 1024, "g": 1024, "G": 1280}
-"""Width of the space CLIP's image and text meet in."""
+"""Dimension of CLIP's joint embedding space."""
 
 NAME = re.compile(
     r"(?:(?P<stem>R\d*)\+)?(?P<family>[A-Za-z]+\w*)-(?P<size>[A-Za-z]\w*?)/(?P<patch>\d+)"
@@ -73,7 +73,7 @@ BIT_NAME = re.compile(r"BiT-(?P<depth>R\d+)x(?P<width>\d+)(?:@(?P<image>\d+(?:x\
 
 
 def config_from_name(name: str, **changes: Any) -> ViTConfig | BiTConfig:
-    """The config a name stands for, ours or another library's, with fields changed.
+    """The config for a model name, ours or another library's, with fields changed.
 
     Conventions (which GELU, which epsilon) are the family's own, whichever library's name is used.
     """
@@ -83,17 +83,17 @@ def config_from_name(name: str, **changes: Any) -> ViTConfig | BiTConfig:
 
 
 def find_published(name: str) -> PublishedModel | None:
-    """The listed variant of this name or alias, if there is one."""
+    """The published model with this name or alias, or None."""
     name = name.removeprefix("timm/")
-    return _index().get(name) or _index().get(name.lower())  # only g and G need their case
+    return _by_alias().get(name) or _by_alias().get(name.lower())  # only g and G need their case
 
 
 def parse_name(name: str) -> ViTConfig | BiTConfig:
-    """A name of the grammar above -> config."""
+    """Parse a name of the grammar above."""
     if match := BIT_NAME.fullmatch(name):
         return _bit(match)
     match = NAME.fullmatch(name)
-    family = match and _key(FAMILIES, match["family"])
+    family = match and _find_key(FAMILIES, match["family"])
     if not match or not family or family == "BiT":
         raise NotFoundError(f"no model is called {name!r}{did_you_mean(name, [v.name for v in PUBLISHED_MODELS])}")
     return _vit(match, family)
@@ -101,7 +101,7 @@ def parse_name(name: str) -> ViTConfig | BiTConfig:
 
 def _vit(match: re.Match[str], family: str) -> ViTConfig:
     known = SIZES if match["size"] not in ("g", "G") else {match["size"]: SIZES[match["size"]]}
-    letter = _key(known, match["size"])
+    letter = _find_key(known, match["size"])
     if not letter:
         raise NotFoundError(f"{match[0]}: there is no size {match['size']!r}; the sizes are {', '.join(SIZES)}.")
     size = DINOV2_G if (family, letter) == ("DINOv2", "g") else SIZES[letter]
@@ -161,13 +161,13 @@ def _image(text: str | None) -> int | tuple[int, int] | None:
     return pair((int(height), int(width))) if width else int(height)
 
 
-def _key(table: dict[str, Any], name: str) -> str | None:
-    """The table's own spelling of a name."""
+def _find_key(table: dict[str, Any], name: str) -> str | None:
+    """The table's key for a name, ignoring case, or None."""
     return name if name in table else next((k for k in table if k.lower() == name.lower()), None)
 
 
 @cache
-def _index() -> dict[str, PublishedModel]:
+def _by_alias() -> dict[str, PublishedModel]:
     names: dict[str, PublishedModel] = {}
     for variant in PUBLISHED_MODELS:
         for alias in filter(None, (variant.name, variant.hub_id, *variant.aliases)):

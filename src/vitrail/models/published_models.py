@@ -1,4 +1,4 @@
-"""Every published model: our name, the public checkpoint it stands for, what others call it."""
+"""Published models: name, public checkpoint, and the names other libraries use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class PublishedModel:
     hub_id: str = ""
     """The hub id that `vitrail.load(name)` stands for; empty where no public weights exist."""
     aliases: tuple[str, ...] = ()
-    """What timm and Hugging Face call it."""
+    """Names in timm and Hugging Face."""
     weights_url: str = ""
-    """Where else public weights lie, to be fetched by hand and loaded as a file."""
+    """Address of public weights that are not on the hub; download the file and load it."""
 
     @property
     def family(self) -> str:

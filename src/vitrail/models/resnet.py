@@ -1,8 +1,8 @@
-"""What the hybrid's stem and BiT share: standardized convolutions, SAME padding, the shape of the network.
+"""Shared by the hybrid's stem and BiT: standardized convolutions, SAME padding, the layout of the stages.
 
-Both are bottleneck ResNets: a 7x7 convolution and a pool that shrink the image four times, then
-stages of units, each stage after the first halving the map and doubling the channels. They differ
-in where the norms stand, in the padding and in how kernels are standardized.
+Both are bottleneck ResNets: a 7x7 convolution and a pool that downsample four times, then stages of
+blocks; each stage after the first halves the feature map and doubles the channels. They differ in the
+position of the norms, the padding and the weight standardization.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from vitrail.errors import ConfigError
 from vitrail.models import init
 from vitrail.models.cached_module import CachedModule
 
-# B images, I and O channels in and out, k side of a kernel, h rows and w columns of a map
+# B images, I and O channels in and out, k side of a kernel, h rows and w columns of a feature map
 
 NUM_GROUPS = 32
-"""Groups of every GroupNorm."""
+"""Number of groups of every GroupNorm."""
 ROOT_KERNEL_SIZE = 7
-"""Side of the first kernel."""
+"""Kernel size of the first convolution."""
 
 Standardization = Literal["std", "var"]
 
 
 @fx.wrap
 def standardize(kernel: Tensor, by: Standardization, eps: float) -> Tensor:
-    """Mean 0 and spread 1 for each output channel, O I k k.
+    """Weight standardization: mean 0 and standard deviation 1 for each output channel of O I k k.
 
-    Divided by sqrt(var + eps) ("var") or by std + eps ("std"); in float32 at least, since eps may
-    be below what half precision can tell from 0. Layer norm is the fastest way to the first: on a
-    CPU core 29 ms for all kernels of BiT-R50x1, against 46 for batch norm and 185 for `var_mean`.
+    Divides by sqrt(var + eps) ("var") or by std + eps ("std"), in float32 at least, since eps may be 0
+    in half precision. Layer norm is the fastest way to the first: on a CPU core 29 ms for all kernels
+    of BiT-R50x1, against 46 for batch norm and 185 for `var_mean`.
     """
     rows = kernel.flatten(1)
     rows = rows if rows.dtype == torch.float64 else rows.float()
@@ -44,15 +44,15 @@ def standardize(kernel: Tensor, by: Standardization, eps: float) -> Tensor:
         rows = F.layer_norm(rows, (size,), eps=eps)
     else:
         rows = rows - rows.mean(1, keepdim=True)
-        # the norm, unlike the root of a variance, has a gradient where all values are equal
+        # unlike the square root of a variance, the norm has a gradient where all values are equal
         rows = rows / (torch.linalg.vector_norm(rows, dim=1, keepdim=True) / math.sqrt(size) + eps)
     return rows.to(kernel.dtype).view(kernel.shape)
 
 
 def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
-    """Zeros before and after a side so that ceil(size / stride) windows cover it, as TensorFlow counts.
+    """TensorFlow's SAME padding before and after a side: ceil(size / stride) windows.
 
-    The odd one goes after: a stride of 2 pads an even side unevenly and an odd one evenly.
+    An odd total puts one more after: with stride 2, an even side is padded unevenly.
     """
     total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
     return total // 2, total - total // 2
@@ -60,9 +60,9 @@ def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
 
 @fx.wrap
 def max_pool_same(x: Tensor) -> Tensor:
-    """3x3 windows, stride 2, SAME padding; what lies outside never wins.
+    """3x3 max-pool, stride 2, SAME padding that does not take part in the maximum.
 
-    `ceil_mode` adds the last, incomplete window without a padded copy of the map.
+    `ceil_mode` adds the last, incomplete window without a padded copy.
     """
     rows, columns = (same_padding(side, 3, 2)[0] for side in x.shape[-2:])
     return F.max_pool2d(x, 3, 2, padding=(rows, columns), ceil_mode=True)
@@ -80,10 +80,10 @@ def conv_same(x: Tensor, kernel: Tensor, stride: int) -> Tensor:
 
 
 class StandardizedConv(CachedModule):
-    """A convolution without bias whose kernel is standardized before use.
+    """A convolution without bias and with weight standardization.
 
-    In evaluation without gradients the standardized kernel is kept from call to call, a second copy
-    of the weights in memory; see `CachedModule`.
+    In evaluation mode without gradients the standardized kernel is cached, a second copy of the
+    weights in memory; see `CachedModule`.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ def group_norm(channels: int, eps: float) -> nn.GroupNorm:
 
 @torch.no_grad()
 def initialize(net: nn.Module, generator: torch.Generator | None) -> None:
-    """Kernels lecun normal, norms 1 and 0: what the two networks have in common at birth."""
+    """Initialize kernels (LeCun normal) and norms (1 and 0)."""
     for module in net.modules():
         if isinstance(module, StandardizedConv):
             init.lecun_normal_(module.weight, generator)
@@ -130,7 +130,7 @@ def initialize(net: nn.Module, generator: torch.Generator | None) -> None:
 
 @dataclass(frozen=True)
 class BottleneckShape:
-    """The shape of one bottleneck: 1x1 down to `middle`, 3x3 with the stride, 1x1 up to 4 * `middle`."""
+    """Shape of a bottleneck block: 1x1 to `middle` channels, 3x3 with the stride, 1x1 to 4 * `middle`."""
 
     inputs: int
     middle: int
@@ -142,12 +142,12 @@ class BottleneckShape:
 
     @property
     def projects(self) -> bool:
-        """The shortcut needs a convolution of its own where the shape changes."""
+        """Whether the shortcut has a convolution, because the shape changes."""
         return self.inputs != self.outputs or self.stride != 1
 
 
 def plan_stages(layers: tuple[int, ...], base: int) -> list[list[BottleneckShape]]:
-    """The units of each stage; `base` channels come from the root."""
+    """The blocks of each stage; `base` is the number of channels after the first convolution."""
     stages, channels = [], base
     for s, count in enumerate(layers):
         middle, stage = base * 2**s, []
@@ -159,7 +159,7 @@ def plan_stages(layers: tuple[int, ...], base: int) -> list[list[BottleneckShape
 
 
 def convolution_flops(layers: tuple[int, ...], base: int, channels: int, image_size: tuple[int, int]) -> int:
-    """2 x multiply-adds of all convolutions for one image; norms, pools and sums are not counted."""
+    """FLOPs of all convolutions for one image; norms, pools and sums are not counted."""
     height, width = (-(-side // 2) for side in image_size)
     total = channels * base * ROOT_KERNEL_SIZE**2 * height * width
     height, width = -(-height // 2), -(-width // 2)
