@@ -75,7 +75,11 @@ def configs(draw: st.DrawFn) -> ViTConfig:
 def test_every_option_works_with_every_other(config: ViTConfig) -> None:
     net = randomized(ViT(config))
     images = torch.randn(2, config.channels, *config.image_size)  # type: ignore[misc]
-    outputs = [*ALL, *(["head_logits"] if config.distilled else []), *(["pool_attention"] if config.pool == "map" else [])]
+    outputs = [
+        *ALL,
+        *(["head_logits"] if config.distilled else []),
+        *(["pool_attention"] if config.pool == "map" else []),
+    ]
     with torch.no_grad():
         out = net.features(images, outputs=outputs)
         plain = net(images)
