@@ -300,7 +300,7 @@ def test_everything_is_written_and_reads_back(vit: vitrail.Model, album: Path, t
     with np.load(tmp_path / "out" / "confusion.npz") as arrays:
         assert arrays["confusion"].sum() == 10
         assert arrays["classes"].tolist() == [0, 1, 2]
-    with pytest.raises(ConfigError, match="no format 'jpg'"):
+    with pytest.raises(ConfigError, match="there is no figure format 'jpg'"):
         write_evaluation(found, tmp_path / "out", ["jpg"])
 
 

@@ -94,7 +94,7 @@ def test_several_sizes_are_a_table_that_fits_eighty_columns(measured, album: Pat
     out = measured(album, "--image-size", "32,48,24x40", "--flip").out
     assert max(map(len, out.splitlines())) <= 80
     assert "averaged with mirror images" in out
-    assert "against 32" in out
+    assert "vs 32" in out
     for name in ("32 ", "48 ", "24x40 "):
         assert sum(line.startswith(name) for line in out.splitlines()) == 1
 
@@ -120,7 +120,7 @@ def test_results_are_all_that_is_on_standard_output(measured, album: Path, tmp_p
         (["--protocol", "imagenet"], "no WordNet IDs"),
         (["--protocol", "imgnet"], "did you mean 'imagenet'"),
         (["--real", "nowhere.json"], "nowhere.json cannot be read"),
-        (["--format", "jpg", "--out", "x"], "no format 'jpg'"),
+        (["--format", "jpg", "--out", "x"], "there is no figure format 'jpg'"),
         (["--model", "nowhere.safetensors"], "nowhere.safetensors"),
     ],
 )

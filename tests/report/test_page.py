@@ -353,14 +353,14 @@ def test_a_network_without_attention_says_so_in_its_place(tmp_path: Path):
         preprocess=Preprocess(PreprocessConfig(image_size=32, mean=(0.5,), std=(0.5,))),
     )
     assert "A BiT has no attention" in page.text
-    assert "it has no position embeddings" in page.text
+    assert "A BiT has no position embeddings" in page.text
     assert "BiT ResNet, 1-1-1-1 units" in page.text
     assert not (run / "figures" / "attention.png").exists()
 
 
 def test_a_model_without_positions_says_so(finished: Path):
     net = randomized(build(MODEL.replace(position="none")))
-    assert "This model has no positions" in report(finished, net).text
+    assert "This model has no position embeddings" in report(finished, net).text
 
 
 def test_color_photographs_become_small_jpegs(finished: Path):
