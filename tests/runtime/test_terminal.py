@@ -43,7 +43,7 @@ def test_nothing_that_is_printed_controls_the_terminal():
 
 def test_errors_and_notes_show_every_control_character(capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setattr(console, "err", SafeConsole(file=sys.stdout, width=200))
-    for print_line in (console.problem, console.stopped, console.note):
+    for print_line in (console.print_error, console.print_stopped, console.print_note):
         print_line(HOSTILE)  # rich's Text drops some of them, the bell for one
     assert capsys.readouterr().out.splitlines() == [f"error: {ESCAPED}", ESCAPED, f"note: {ESCAPED}"]
 

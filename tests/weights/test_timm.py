@@ -246,7 +246,7 @@ def test_an_architecture_that_nobody_knows_is_not_taken_for_a_vit(tmp_path: Path
     folder = saved(theirs, tmp_path / "timm", **SMALL)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architecture": "my_own_vit"}))
-    with pytest.raises(FormatError, match=r"my_own_vit is not an architecture that vitrail reads.*pass family='ViT'"):
+    with pytest.raises(FormatError, match=r"my_own_vit is not a supported architecture.*pass family='ViT'"):
         checkpoint.read(folder)
     images = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
@@ -370,5 +370,5 @@ def test_bit_reads_into_our_bit(tmp_path: Path) -> None:
 def test_a_bit_with_another_activation_is_refused() -> None:
     config = {"architecture": "resnetv2_50x1_bit", "model_args": {"act_layer": "gelu"}}
     archive = Archive("memory", LazyTensors.from_tensors({}), sidecars={"config.json": config})
-    with pytest.raises(FormatError, match="act_layer='gelu' is not a network that vitrail builds"):
+    with pytest.raises(FormatError, match="act_layer='gelu' is not supported"):
         TIMM_FORMAT.infer_info(archive)
