@@ -1,11 +1,11 @@
-"""Where the time of a small model's training step goes on a CPU, and how far that is from the arithmetic's limit.
+"""Profiles the training step of a small model on a CPU and compares it with the time of its matrix products at peak.
 
     python benchmarks/small.py [--threads 2] [--rounds 30] [--compile]
 
-The model is the lecture's on MNIST: 28 px, patch 4, width 64, 4 heads, 2 layers, MLP 256, batch 256,
-float32, AdamW. Variants take turns and the least time of all rounds is shown beside the median, since
-other work on the machine only ever adds; with one thread it is the process's own time that counts, in
-which such work shows little. The limit is the products' arithmetic at the speed of one large product.
+The model is the MNIST recipe's: 28 px, patch 4, width 64, 4 heads, 2 layers, MLP 256, batch size 256, float32, AdamW.
+The variants run in turn; the output shows the minimum and the median over all rounds, since other processes only add
+time. With one thread, process CPU time is measured, which other processes hardly affect. The limit is the FLOPs of the
+matrix products at the speed of one large product.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMS = {"tanh": "gelu-tanh", "erf": "gelu"}
 
 @dataclass
 class Training:
-    """One network and its optimizer."""
+    """The parts of a training step of one network."""
 
     step: Callable[[], None]
     forward: Callable[[], Tensor]
@@ -43,7 +43,7 @@ class Training:
 
 
 def training(activation: str, compiled: bool = False, parts: int = 1) -> Training:
-    """`parts`: the batch is computed in so many, one after the other, whose activations fit a cache."""
+    """`parts`: number of micro-batches, whose activations then fit in the cache."""
     net = build(LECTURE.replace(activation=activation), seed=0).train()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
     images, targets = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
@@ -55,8 +55,8 @@ def training(activation: str, compiled: bool = False, parts: int = 1) -> Trainin
         return F.cross_entropy(run(images), targets)
 
     def step() -> None:
-        for some, wanted in pieces:
-            (F.cross_entropy(run(some), wanted) / parts).backward()
+        for images_part, targets_part in pieces:
+            (F.cross_entropy(run(images_part), targets_part) / parts).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -64,7 +64,7 @@ def training(activation: str, compiled: bool = False, parts: int = 1) -> Trainin
 
 
 def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Milliseconds: the least and the median."""
+    """Run the calls in turn; minimum and median of each in milliseconds."""
     for call in calls.values():
         call(), call(), call()
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -96,7 +96,7 @@ def operators(run: Training, steps: int = 10) -> None:
 
 
 def attention(rounds: int) -> dict[str, tuple[float, float]]:
-    """Of one layer, forward and backward: torch's fused kernel, and the same written out."""
+    """Attention of one layer, forward and backward: torch's fused kernel, and explicit products and softmax."""
     tokens, heads = 50, LECTURE.num_heads
     qkv = torch.randn(BATCH, tokens, 3 * LECTURE.width, requires_grad=True)
     grad = torch.randn(BATCH, heads, tokens, LECTURE.width // heads)
@@ -110,7 +110,7 @@ def attention(rounds: int) -> dict[str, tuple[float, float]]:
 
 
 def gelus(rounds: int) -> dict[str, tuple[float, float]]:
-    """Of one layer, forward and backward."""
+    """The activation of one layer, forward and backward."""
     x = torch.randn(BATCH * 50, LECTURE.mlp_dim, requires_grad=True)
     grad = torch.randn(BATCH * 50, LECTURE.mlp_dim)
 
@@ -122,7 +122,7 @@ def gelus(rounds: int) -> dict[str, tuple[float, float]]:
 
 
 def products(rounds: int) -> dict[str, tuple[float, float]]:
-    """All of a step's matrix products in their own shapes, without bias, one after the other."""
+    """All matrix products of a step in their own shapes, without bias."""
     rows, width, mlp = BATCH * 50, LECTURE.width, LECTURE.mlp_dim
     shapes = [(width, 3 * width), (width, width), (width, mlp), (mlp, width)]
     given = [(torch.randn(rows, k), torch.randn(n, k), torch.randn(rows, n)) for k, n in shapes]
@@ -136,7 +136,7 @@ def products(rounds: int) -> dict[str, tuple[float, float]]:
 
 
 def peak(rounds: int = 20) -> float:
-    """Operations a millisecond in one large product."""
+    """FLOPs per millisecond in one large product."""
     a = torch.randn(1536, 1536)
     return 2 * 1536**3 / in_turn({"product": lambda: a @ a}, rounds)["product"][0]
 
@@ -153,11 +153,11 @@ def main() -> None:
     fastest = peak()
     work = 3 * BATCH * count_flops(LECTURE)
     floor = work / fastest
-    print(f"the lecture's ViT, batch {BATCH}, float32, {options.threads} threads, torch {torch.__version__}")
+    print(f"the MNIST recipe's ViT, batch size {BATCH}, float32, {options.threads} threads, torch {torch.__version__}")
     print(f"a step is {work / 1e9:.2f} GFLOP; at {fastest / 1e6:.0f} GFLOP/s that is {floor:.1f} ms")
     tanh, erf = training("gelu-tanh"), training("gelu")
     show("a step", in_turn({"tanh": tanh.step, "erf": erf.step}, options.rounds), floor)
-    print("\nfrom here on with the heap kept:", "yes" if tune_malloc() else "not glibc, no")
+    print("\nmalloc tuned from here on:", "yes" if tune_malloc() else "no (not glibc)")
     steps = {"tanh": tanh.step, "erf": erf.step}
     for parts in (4, 8):
         steps |= {f"{name}, in {parts} parts": training(kind, parts=parts).step for name, kind in FORMS.items()}
