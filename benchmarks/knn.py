@@ -1,10 +1,9 @@
-"""What exact nearest neighbors cost beside the matrix product they cannot do without.
+"""Time of the exact nearest-neighbor search, compared with the matrix product it contains.
 
     python benchmarks/knn.py [--bank 50000] [--queries 10000] [--width 384] [--k 20] [--threads 2] [--rounds 7]
 
-The product is computed in blocks into one buffer, and nothing is done with it; its blocks are the
-fastest of several. Both take turns, and medians are compared; the least times stand beside them,
-since other work on the machine only ever adds.
+The product is computed in blocks into one buffer and discarded, with the fastest of several block sizes. Both are timed
+in turns, and medians are compared. Minimum times are printed too, because other work on the machine only adds time.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from vitrail.evaluate.knn import nearest_neighbors
 from vitrail.runtime.malloc import tune_malloc
 
 SIZES = ((1024, 1024), (2048, 2048), (5120, 1024), (8192, 1024))
-"""Bank entries and queries of a block."""
+"""Bank entries and queries per block."""
 
 
 def product(bank: Tensor, queries: Tensor, size: tuple[int, int]) -> None:
-    """Every similarity, computed and forgotten."""
+    """Compute all similarities and discard them."""
     buffer = torch.empty(size[0] * size[1])
     for some in queries.split(size[1]):
         columns = some.T
