@@ -1,4 +1,4 @@
-"""Output + target -> loss: labels, masked patches, a teacher."""
+"""Training objectives: classification, masked patch prediction, distillation."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def make_objective(
     labels: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
 ) -> Objective:
-    """The objective a config asks for, around this network, on this device.
+    """The objective of a config for this model, on this device.
 
-    Train `objective.net`, which is not always the network given: masked patches take its head off.
+    Train `objective.net`, which may be a copy: masked patch prediction removes the head.
     `several`: images have several labels. `class_counts`: images of each class, for balanced
     weights. `labels`: names of the classes, to compare with a teacher's.
     """
     if config.objective == "masked-patch":
         return MaskedPatchObjective(net, config.masked_patch, preprocess, config.seed).to(device)
-    goal = LabelLoss(config.classify, net.config.num_classes, multi_label=multi_label, class_counts=class_counts)
+    loss = LabelLoss(config.classify, net.config.num_classes, multi_label=multi_label, class_counts=class_counts)
     if config.objective == "classify":
-        return ClassifyObjective(net, goal).to(device)
+        return ClassifyObjective(net, loss).to(device)
     if multi_label:
         raise ConfigError("a teacher decides for one class: distillation needs one label to an image.")
     dtype = torch.float64 if config.precision == "float64" else torch.float32
     teacher = load_teacher(
         config.distill, net.config.num_classes, preprocess, labels=labels, device=device, dtype=dtype
     )
-    return DistillObjective(net, goal, teacher, config.distill).to(device)
+    return DistillObjective(net, loss, teacher, config.distill).to(device)

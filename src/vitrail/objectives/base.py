@@ -1,4 +1,4 @@
-"""What every objective shares: a network inside, sums over images out."""
+"""Objective: base class of the training objectives."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from vitrail.models import Net
 from vitrail.models.base import DECAYED_MODULES
 
-# b images of this process's part of a batch, C channels, K classes
+# b images of a micro-batch, C channels, K classes
 
 
 Sums = dict[str, Tensor]
-"""By name, one number each: the sum over a batch's images."""
+"""Name -> scalar: the sum over the images of a batch."""
 
 
 class Objective(nn.Module):
-    """A network together with what it is to learn; this is what is trained, wrapped and compiled.
+    """A model with its loss: the module that is trained, wrapped and compiled.
 
     `learner(images, targets, weights, sample_seeds)` gives sums over the images, each times its weight:
     "loss" always, "correct" where an answer can be right or wrong, others by name. Whoever adds up
@@ -35,19 +35,19 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def decayed_parameters(self) -> set[str]:
-        """Names of the parameters that weight decay is meant for: the network's, and own matrices."""
+        """Names of the parameters with weight decay: weights of matrices and convolutions."""
         return {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, DECAYED_MODULES)}
 
     def layer_id(self, name: str) -> int:
-        """How high a parameter stands, as the network counts; own ones stand beside its head."""
+        """Index of a parameter's layer, as in the model; the objective's own parameters count as the head."""
         return self.net.layer_id(name.removeprefix("net.") if name.startswith("net.") else "norm.weight")
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """In float32 at least: a loss of half-precision logits would be a coarse one."""
+    """Cast to float32 unless in float64: a loss of half-precision logits would be inaccurate."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def weighted_sums(parts: dict[str, Tensor], weights: Tensor) -> Sums:
-    """One number an image, b, for each name -> their weighted sums."""
+    """Name -> per-image values, b; returns their weighted sums."""
     return {name: (part * weights).sum() for name, part in parts.items()}

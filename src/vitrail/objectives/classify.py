@@ -1,4 +1,4 @@
-"""Learning labels: one to an image or several, hard, smoothed or mixed."""
+"""Classification with single- or multi-label targets: class indices, smoothed or mixed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vitrail.objectives.base import Objective, Sums, at_least_float32, weighted_
 
 
 class LabelLoss(nn.Module):
-    """How far logits are from labels: one number an image.
+    """Classification loss, one value per image: b K logits, targets -> b.
 
     softmax: cross-entropy. sigmoid: a binary cross-entropy for each class, summed over the classes
     (big_vision's; timm's and PyTorch's default is the mean). Images with several labels always
@@ -45,7 +45,7 @@ class LabelLoss(nn.Module):
     ) -> None:
         super().__init__()
         if not num_classes:
-            raise ModelError("a network without a head cannot learn labels; give it classes.")
+            raise ModelError("a model without a head cannot be trained on labels; set num_classes.")
         self.config, self.classes, self.multi_label = config, num_classes, multi_label
         weights = (
             balanced_weights(class_counts, num_classes, multi_label) if config.class_weights == "balanced" else None
@@ -101,9 +101,9 @@ class LabelLoss(nn.Module):
 
 
 class ClassifyObjective(Objective):
-    """A network learns the labels.
+    """Supervised classification.
 
-    A distilled one has two heads; as in timm their mean, which is what it answers with, is trained.
+    A distilled model has two heads; as in timm, the mean of their logits is trained.
     """
 
     def __init__(self, net: Net, labels: LabelLoss) -> None:

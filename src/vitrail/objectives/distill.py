@@ -1,4 +1,4 @@
-"""Learning from another model as well as from labels (DeiT, arXiv 2012.12877)."""
+"""Knowledge distillation: training on a teacher's outputs as well as on labels (DeiT, arXiv 2012.12877)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vitrail.weights.model_info import ModelInfo
 
 
 class Teacher:
-    """A trained network that is shown the student's images, prepared its own way.
+    """A frozen model that is applied to the student's images with its own preprocessing.
 
     Images are normalized anew and resized (bilinear, antialiased) to the size it was trained
     for; mixed ones are shown as they are, as in DeiT. Not a module: it is neither trained nor saved,
@@ -50,7 +50,7 @@ class Teacher:
         self.order = None if order is None else torch.tensor(order, device=device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """b C H W as the student gets them -> b K."""
+        """The student's input, b C H W -> the teacher's logits, b K."""
         with torch.no_grad():
             images = images.to(self.scale.dtype)
             if images.shape[1] != self.channels:
@@ -89,7 +89,7 @@ class DistillObjective(Objective):
         self.two_heads = isinstance(net, ViT) and net.config.distilled
 
     def forward(self, images: Tensor, targets: Tensor, weights: Tensor, sample_seeds: Tensor | None = None) -> Sums:
-        said = self.teacher(images)
+        teacher_logits = self.teacher(images)
         if self.two_heads:
             heads = self.net.features(images, outputs="head_logits", sample_seeds=sample_seeds).head_logits
             assert heads is not None
@@ -97,28 +97,30 @@ class DistillObjective(Objective):
             logits = (first + second) / 2
         else:
             logits = first = second = self.net(images, sample_seeds)
-        taught = distillation_loss(second, said, self.config, self.labels.class_weights)
+        teacher_loss = distillation_loss(second, teacher_logits, self.config, self.labels.class_weights)
         share = self.config.alpha
-        loss = (1 - share) * self.labels(first, targets) + share * taught
-        agreed = (second.argmax(-1) == said.argmax(-1)).to(torch.float32)
+        loss = (1 - share) * self.labels(first, targets) + share * teacher_loss
+        agreed = (second.argmax(-1) == teacher_logits.argmax(-1)).to(torch.float32)
         correct = self.labels.correct(logits, targets)
-        return weighted_sums({"loss": loss, "correct": correct, "teacher_loss": taught, "agreed": agreed}, weights)
+        return weighted_sums(
+            {"loss": loss, "correct": correct, "teacher_loss": teacher_loss, "agreed": agreed}, weights
+        )
 
 
 def distillation_loss(
-    logits: Tensor, said: Tensor, config: DistillConfig, class_weights: Tensor | None = None
+    logits: Tensor, teacher_logits: Tensor, config: DistillConfig, class_weights: Tensor | None = None
 ) -> Tensor:
     """b K, the teacher's b K, K -> b. The teacher's probabilities are weighed before they are softened."""
-    logits, said = at_least_float32(logits), at_least_float32(said)
+    logits, teacher_logits = at_least_float32(logits), at_least_float32(teacher_logits)
     weights = None if class_weights is None else class_weights.to(logits.dtype)
     if config.kind == "hard":
-        return F.cross_entropy(logits, said.argmax(-1), weights, reduction="none")
+        return F.cross_entropy(logits, teacher_logits.argmax(-1), weights, reduction="none")
     t = config.temperature
     scale: Tensor | float = t * t / logits.shape[-1]
     if weights is not None:
-        scale = scale * (said.softmax(-1) * weights).sum(-1)  # b: times the image's weight
-        said = said + weights.log()
-    ours, theirs = (logits / t).log_softmax(-1), (said / t).log_softmax(-1)
+        scale = scale * (teacher_logits.softmax(-1) * weights).sum(-1)  # b: times the image's weight
+        teacher_logits = teacher_logits + weights.log()
+    ours, theirs = (logits / t).log_softmax(-1), (teacher_logits / t).log_softmax(-1)
     terms = theirs.exp() * (theirs.clamp(min=torch.finfo(theirs.dtype).min) - ours)  # 0, not NaN, for a weight of 0
     return terms.sum(-1) * scale
 

@@ -1,4 +1,4 @@
-"""Learning without labels: guess what corrupted patches showed (the paper's appendix B.1.2)."""
+"""Masked patch prediction, the paper's self-supervised objective (appendix B.1.2)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from vitrail.objectives.base import Objective, Sums, at_least_float32, weighted_
 # patch in pixels, S side of its miniature, Q colors
 
 COLOR_LEVELS = 8
-"""Of brightness in a channel: 3 bits."""
+"""Levels per color channel: 3 bits."""
 DOWNSIZED_SIDE = 4
 MAX_CHANNELS = 4
-"""Beyond this a color has too many classes."""
+"""With more channels there are too many color classes."""
 
 WHICH = rng.stream_id("patches to corrupt")
 HOW = rng.stream_id("how a patch is corrupted")
@@ -57,7 +57,7 @@ class MaskedPatchObjective(Objective):
         if not isinstance(net, ViT):
             raise ConfigError("masked patches need a ViT: a BiT has none.")
         _check(net, config)
-        super().__init__(_headless(net))
+        super().__init__(_without_head(net))
         self.config, like = config, net.patch.weight
         self.side = DOWNSIZED_SIDE if config.target == "downsized" else 1
         self.colors = COLOR_LEVELS**net.config.channels
@@ -72,7 +72,7 @@ class MaskedPatchObjective(Objective):
 
     @torch.no_grad()
     def initialize(self, seed: int | None = None) -> None:
-        """The layer begins as zeros, like the paper's heads."""
+        """Initialize the prediction layer to zero, like the paper's heads."""
         init.normal_(self.mask_token, 0.02, init.generator_for(self.mask_token, seed))
         nn.init.zeros_(self.guess.weight)
         nn.init.zeros_(self.guess.bias)
@@ -86,36 +86,38 @@ class MaskedPatchObjective(Objective):
         drawn = net.resolve_sample_seeds(images, sample_seeds)
         x, grid = net.embed(images, drawn, corrupt=lambda patches: self.corrupt(patches, chosen, sample_seeds))
         x = net.encode(x, grid, sample_seeds=drawn)
-        said = at_least_float32(self.guess(net.norm(_taken(x[:, net.config.num_prefix_tokens :], chosen))))  # b M ...
+        predicted = at_least_float32(
+            self.guess(net.norm(_gather_patches(x[:, net.config.num_prefix_tokens :], chosen)))
+        )  # b M ...
         if self.config.target == "pixels":
-            wanted = _taken(self.pixel_targets(images), chosen)
-            return weighted_sums({"loss": (said - wanted).square().mean((1, 2))}, weights)
-        wanted = _taken(self.color_targets(images, grid), chosen)  # b M SS
-        said = said.unflatten(-1, (-1, self.colors))  # b M SS Q
-        loss = F.cross_entropy(said.flatten(0, 2), wanted.flatten(), reduction="none").view(wanted.shape)
-        correct = (said.argmax(-1) == wanted).to(torch.float32)
+            expected = _gather_patches(self.pixel_targets(images), chosen)
+            return weighted_sums({"loss": (predicted - expected).square().mean((1, 2))}, weights)
+        expected = _gather_patches(self.color_targets(images, grid), chosen)  # b M SS
+        predicted = predicted.unflatten(-1, (-1, self.colors))  # b M SS Q
+        loss = F.cross_entropy(predicted.flatten(0, 2), expected.flatten(), reduction="none").view(expected.shape)
+        correct = (predicted.argmax(-1) == expected).to(torch.float32)
         return weighted_sums({"loss": loss.mean((1, 2)), "correct": correct.mean((1, 2))}, weights)
 
     def choose_patches(self, sample_seeds: Tensor, patches: int) -> Tensor:
-        """Which patches are corrupted, b M: all sets of M are equally likely."""
+        """Indices of the corrupted patches, b M, drawn uniformly without replacement."""
         if patches < 2:
             raise ModelError("masked patches need two patches or more, got 1; try larger images.")
         count = max(round(self.config.mask_ratio * patches), 1)
         return rng.bits(sample_seeds, WHICH, patches).argsort(1)[:, :count]
 
     def corrupt(self, patches: Tensor, chosen: Tensor, sample_seeds: Tensor) -> Tensor:
-        """Embeddings b N D -> the same, the chosen ones corrupted."""
+        """Replace the chosen patch embeddings, b N D -> b N D."""
         count = patches.shape[1]
         how = materialize(rng.uniform(sample_seeds, HOW, chosen.shape[1]))  # b M in [0, 1)
         other = materialize(
             (chosen + 1 + rng.bits(sample_seeds, OTHER, chosen.shape[1]) % (count - 1)) % count
-        )  # but itself
+        )  # not itself
         masked, kept = (
             how < self.config.mask_token_prob,
             how >= self.config.mask_token_prob + self.config.random_patch_prob,
         )
         source = torch.where(masked | kept, chosen, other)
-        new = torch.where(masked[..., None], self.mask_token.to(patches.dtype), _taken(patches, source))
+        new = torch.where(masked[..., None], self.mask_token.to(patches.dtype), _gather_patches(patches, source))
         return patches.scatter(1, chosen[..., None].expand_as(new), new)
 
     @torch.no_grad()
@@ -146,13 +148,13 @@ class MaskedPatchObjective(Objective):
         return self.net.crop_to_patches(images)
 
 
-def _taken(x: Tensor, index: Tensor) -> Tensor:
+def _gather_patches(x: Tensor, index: Tensor) -> Tensor:
     """b N ..., b M -> b M ..."""
     return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
 
 
-def _headless(net: ViT) -> ViT:
-    """Without what takes no part, since a parameter without a gradient would keep others waiting for it."""
+def _without_head(net: ViT) -> ViT:
+    """The model without its head: under DDP, parameters without gradients would stall the others."""
     if net.config.num_classes or net.config.pre_logits:
         net = net.with_classes(0)
     if net.pool is not None:
