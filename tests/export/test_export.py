@@ -156,7 +156,7 @@ def test_the_pages_snippet_prepares_images_as_vitrail_does(images, tmp_path, mon
         exec(compile(code, "docs/export.md", "exec"), names)
         np.testing.assert_array_equal(names["pixels"][0], vit.preprocess.pixels("cat.jpg"))
         wanted = {p.label: p.score for p in vit.predict("cat.jpg", top=5)}
-        found = dict(zip(names["card"]["labels"], names["probabilities"][0], strict=True))
+        found = dict(zip(names["info"]["labels"], names["probabilities"][0], strict=True))
         assert found == pytest.approx(wanted, abs=1e-5)
 
 

@@ -191,16 +191,16 @@ def test_a_distilled_network_is_trained_on_what_it_answers_with() -> None:
 
 def test_what_cannot_be_is_said_at_once() -> None:
     config = TrainConfig(model=ViTConfig(**SMALL), classify=ClassifyConfig(class_weights="balanced"))
-    with pytest.raises(DataError, match="how many images"):
+    with pytest.raises(DataError, match="number of images of each class"):
         make_objective(config, net_of(), WAY)
-    with pytest.raises(DataError, match=r"each of 5 classes counted, got \(4,\)"):
+    with pytest.raises(DataError, match=r"each of 5 classes, got counts of shape \(4,\)"):
         make_objective(config, net_of(), WAY, class_counts=np.ones(4))
-    with pytest.raises(ConfigError, match="with several labels try none"):
+    with pytest.raises(ConfigError, match="got multi-label targets; try none"):
         make_objective(config, net_of(), WAY, multi_label=True, class_counts=np.ones(5))
     with pytest.raises(ModelError, match="without a head"):
         make_objective(TrainConfig(model=ViTConfig(**SMALL)), net_of(num_classes=0), WAY)
     for targets in (torch.zeros(3).long(), torch.zeros(4), torch.zeros(4, 3)):
-        with pytest.raises(ModelError, match="4 class numbers or soft labels"):
+        with pytest.raises(ModelError, match="4 class indices or soft labels"):
             labels()(torch.zeros(4, 5), targets)
     with pytest.raises(ModelError, match=r"wanted \(4, 5\) labels"):
         labels(several=True)(torch.zeros(4, 5), torch.zeros(4).long())

@@ -227,7 +227,7 @@ def test_what_cannot_be_is_said_at_once() -> None:
         make_objective(config, build(BiTConfig(layers=(1,), width_factor=0.5, num_classes=5)), WAY)
     with pytest.raises(ConfigError, match="too many colors"):
         learner(channels=5)
-    with pytest.raises(ConfigError, match="4 x 4 miniature needs patches"):
+    with pytest.raises(ConfigError, match="needs patches of at least 4 x 4 px, got"):
         learner("downsized", patch_size=2)
-    with pytest.raises(ModelError, match="two patches or more"):
+    with pytest.raises(ModelError, match="at least 2 patches"):
         masked(net=net_of())(torch.randn(1, 3, 4, 4), torch.zeros(1), torch.ones(1))

@@ -56,16 +56,16 @@ def test_its_schedule_fits_into_its_length(name: str):
     assert max(schedule(step) for step in (0, schedule.warmup, total // 2)) == 1.0
 
 
-def said_of(name: str) -> str:
+def docstrings_of(name: str) -> str:
     make = RECIPES[name]
     return f"{make.__doc__ or ''}\n{sys.modules[make.__module__].__doc__}"
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_opens_with_what_it_has_shown_or_says_that_it_has_not_been_run(name: str):
-    said = " ".join(said_of(name).split())
-    shown = re.search(r"\d+(\.\d+)? %", said) and re.search(r"Run: vitrail train", said)
-    assert shown or re.search(r"[Nn]ot (yet )?(been )?run\b|has been run by this project", said), said
+    text = " ".join(docstrings_of(name).split())
+    shown = re.search(r"\d+(\.\d+)? %", text) and re.search(r"Run: vitrail train", text)
+    assert shown or re.search(r"[Nn]ot (yet )?(been )?run\b|has been run by this project", text), text
 
 
 README = Path(__file__).parents[2] / "README.md"
@@ -78,7 +78,7 @@ def test_the_readme_has_the_same_accuracy_and_interval(name: str):
     if row is None:
         pytest.skip("the README has no row for it")
     own = RECIPES[name].__doc__ or ""
-    claim = " ".join((own if " % " in own else said_of(name)).split())
+    claim = " ".join((own if " % " in own else docstrings_of(name)).split())
     assert row[1] in claim
     assert row[2] in claim
 
@@ -99,17 +99,14 @@ def test_the_papers_settings():
     config = finetune_paper("start", "photos", images=1_281_167)
     optim = config.optim
     assert (optim.kind, optim.momentum, optim.grad_clip, optim.weight_decay) == ("sgd", 0.9, 1.0, 0.0)
-    assert (config.image_size, config.batch_size, str(config.duration)) == (
-        None,
-        512,
-        "20000 steps",
-    )  # `larger` has its size
+    # the image size comes from `paper_image_size`
+    assert (config.image_size, config.batch_size, str(config.duration)) == (None, 512, "20000 steps")
     assert config.schedule.kind == "cosine"
     assert finetune_paper("start", "cifar", images=50_000).duration == Duration(count=10_000, unit="steps")
     assert finetune_paper("start", "pets", images=3_680).duration == Duration(count=500, unit="steps")
 
 
-def test_less_learns_where_less_is_asked_for():
+def test_training_can_be_restricted_to_the_last_layers():
     config = finetune("start", "photos", images=1000)
     assert config.optim.layer_decay == 0.75
     assert epochs(5).count <= config.duration.count <= 50

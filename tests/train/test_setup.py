@@ -246,7 +246,7 @@ def test_a_student_of_a_run_trains_resumes_and_loads(
 def test_a_teacher_of_other_things_is_refused(images: Path, tmp_path: Path):
     model(small(num_classes=7)).save(tmp_path / "other")
     config = override(on_photos(images), ["objective=distill", f"distill.teacher={tmp_path}/other"])
-    with pytest.raises(ConfigError, match=r"the teacher .* knows 7 classes, the student 3"):
+    with pytest.raises(ConfigError, match=r"the teacher .* has 7 classes, the student 3"):
         trained(config, tmp_path / "run")
 
 

@@ -40,8 +40,8 @@ def make_objective(
     """The objective of a config for this model, on this device.
 
     Train `objective.net`, which may be a copy: masked patch prediction removes the head.
-    `several`: images have several labels. `class_counts`: images of each class, for balanced
-    weights. `labels`: names of the classes, to compare with a teacher's.
+    `multi_label`: an image may have several labels. `class_counts`: number of images of each class, for
+    balanced weights. `labels`: class names, to compare with the teacher's.
     """
     if config.objective == "masked-patch":
         return MaskedPatchObjective(net, config.masked_patch, preprocess, config.seed).to(device)
@@ -49,7 +49,7 @@ def make_objective(
     if config.objective == "classify":
         return ClassifyObjective(net, loss).to(device)
     if multi_label:
-        raise ConfigError("a teacher decides for one class: distillation needs one label to an image.")
+        raise ConfigError("distillation needs one label per image, got a multi-label data set; try objective=classify.")
     dtype = torch.float64 if config.precision == "float64" else torch.float32
     teacher = load_teacher(
         config.distill, net.config.num_classes, preprocess, labels=labels, device=device, dtype=dtype

@@ -18,10 +18,10 @@ Sums = dict[str, Tensor]
 class Objective(nn.Module):
     """A model with its loss: the module that is trained, wrapped and compiled.
 
-    `learner(images, targets, weights, sample_seeds)` gives sums over the images, each times its weight:
-    "loss" always, "correct" where an answer can be right or wrong, others by name. Whoever adds up
-    all parts of a batch divides by the weights of the whole, so that neither micro-batches nor
-    processes change a result. An image of weight 0 adds nothing.
+    `objective(images, targets, weights, sample_seeds)` returns weighted sums over the images: "loss" always,
+    "correct" where a prediction can be right or wrong, and others by name. The caller adds up the sums of all
+    micro-batches and processes and divides by the total weight, so the result does not depend on how a batch
+    is split. An image of weight 0 contributes nothing.
     """
 
     net: Net

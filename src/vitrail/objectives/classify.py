@@ -19,18 +19,18 @@ from vitrail.objectives.base import Objective, Sums, at_least_float32, weighted_
 class LabelLoss(nn.Module):
     """Classification loss, one value per image: b K logits, targets -> b.
 
-    softmax: cross-entropy. sigmoid: a binary cross-entropy for each class, summed over the classes
-    (big_vision's; timm's and PyTorch's default is the mean). Images with several labels always
-    have the second. Smoothing takes its share of what an image's labels sum to and spreads it
-    evenly over all classes, which for one label is the usual (1 - s) and s / K in both losses.
+    softmax: cross-entropy. sigmoid: binary cross-entropy for each class, summed over the classes, as in
+    big_vision (timm and PyTorch take the mean by default). Multi-label targets always use sigmoid. Label
+    smoothing s replaces targets t by (1 - s) t + s * mean(t), in both losses; for one label these are the
+    usual 1 - s and s / K.
 
-    Balanced weights w_k = N / (classes present * images of class k), whose mean over the data is 1, weigh
-    each class's term of a target t, as `F.cross_entropy(weight=)` does: softmax has
-    sum_k w_k t_k * -log p_k. A sigmoid loss is the mixture sum_k w_k t_k * loss(class k alone), since
-    weighing whole columns, as BCE's `weight=` does, would leave the optimum where it was. Targets are
-    weighed first and smoothed then, so that the weighed prior is uniform at any smoothing;
-    `F.cross_entropy(weight=, label_smoothing=)` weighs the smoothed part too, which with classes of 100
-    and 5 images and a smoothing of 0.1 puts the optimum for a certain image of the first class at 0.49.
+    Balanced class weights are w_k = N / (classes present * images of class k); their mean over the data is 1.
+    They multiply each class's term of a target t. softmax: sum_k w_k t_k * -log p_k, as in
+    `F.cross_entropy(weight=)`. sigmoid: sum_k w_k t_k * loss(target k only); weights on whole columns, as in
+    BCE's `weight=`, would not move the optimum. Targets are weighted before they are smoothed, so that the
+    weighted class prior is uniform for any smoothing. `F.cross_entropy(weight=, label_smoothing=)` weights the
+    smoothed part too: with classes of 100 and 5 images and smoothing 0.1, the optimal probability of the first
+    class for an image that certainly belongs to it would be 0.49.
     """
 
     class_weights: Tensor | None
@@ -76,15 +76,15 @@ class LabelLoss(nn.Module):
         return -(wanted * F.logsigmoid(logits) + others * F.logsigmoid(-logits)).sum(-1)
 
     def smoothed(self, targets: Tensor) -> Tensor:
-        """b int64 or b K -> b K, some of it spread over all classes."""
+        """Label smoothing: b int64 or b K -> b K."""
         soft = targets if targets.ndim > 1 else F.one_hot(targets, self.classes)
         soft, share = at_least_float32(soft), self.config.label_smoothing
         return soft * (1 - share) + share * soft.mean(-1, keepdim=True) if share else soft
 
     def correct(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """b: 1 where the likeliest class is the label (of a mixed image, the larger one's).
+        """b: 1 where the top-1 prediction is the label (for mixed images, the label with the larger weight), else 0.
 
-        With several labels: 1 where the answer is right for every class at once.
+        Multi-label: 1 where the predictions of all classes are correct.
         """
         if self.multi_label:
             return ((logits > 0) == (targets > 0.5)).all(-1).to(torch.float32)
@@ -95,9 +95,9 @@ class LabelLoss(nn.Module):
         hard = targets.ndim == 1 and targets.dtype == torch.int64 and not self.multi_label
         if targets.shape[:1] != logits.shape[:1] or not (hard or targets.shape == logits.shape):
             wanted = (
-                f"{tuple(logits.shape)} labels" if self.multi_label else f"{len(logits)} class numbers or soft labels"
+                f"{tuple(logits.shape)} labels" if self.multi_label else f"{len(logits)} class indices or soft labels"
             )
-            raise ModelError(f"wanted {wanted} for logits of {tuple(logits.shape)}, got {tuple(targets.shape)}.")
+            raise ModelError(f"wanted {wanted} for logits of shape {tuple(logits.shape)}, got {tuple(targets.shape)}.")
 
 
 class ClassifyObjective(Objective):
@@ -121,12 +121,12 @@ def balanced_weights(class_counts: npt.ArrayLike | None, num_classes: int, multi
     """K: the weight of an image of each class; 0 for classes without images."""
     if multi_label:
         raise ConfigError(
-            "classify.class_weights=balanced weighs images by their one class; with several labels try none."
+            "classify.class_weights=balanced needs one label per image, got multi-label targets; try none."
         )
     if class_counts is None:
-        raise DataError("classify.class_weights=balanced needs to know how many images each class has; try none.")
+        raise DataError("classify.class_weights=balanced needs the number of images of each class; try none.")
     counts = np.asarray(class_counts, np.float64)
     if counts.shape != (num_classes,) or not counts.sum():
-        raise DataError(f"wanted the images of each of {num_classes} classes counted, got {counts.shape} counts.")
+        raise DataError(f"wanted image counts for each of {num_classes} classes, got counts of shape {counts.shape}.")
     weights = np.divide(counts.sum(), counts * (counts > 0).sum(), out=np.zeros_like(counts), where=counts > 0)
     return torch.from_numpy(weights).to(torch.float32)

@@ -27,9 +27,9 @@ from vitrail.weights.model_info import ModelInfo
 class Teacher:
     """A frozen model that is applied to the student's images with its own preprocessing.
 
-    Images are normalized anew and resized (bilinear, antialiased) to the size it was trained
-    for; mixed ones are shown as they are, as in DeiT. Not a module: it is neither trained nor saved,
-    averaged or sharded with the student, and a copy of the student shares it.
+    Images are renormalized and resized (bilinear, antialiased) to the teacher's image size; mixed images
+    stay mixed, as in DeiT. Not an `nn.Module`: it is not trained, saved, averaged or sharded with the
+    student, and copies of the student share it.
     """
 
     def __init__(
@@ -75,12 +75,13 @@ class Teacher:
 
 
 class DistillObjective(Objective):
-    """Labels for one head, the teacher for the other; both for the one head of a plain network.
+    """Distillation loss: (1 - alpha) * label loss + alpha * teacher loss.
 
-    hard: cross-entropy with the teacher's decision. soft: the Kullback-Leibler divergence from the
-    teacher's probabilities at a temperature T, times T * T / K, as DeiT's code scales it. Balanced
-    weights are the labels' for the labels and the teacher's classes' for the teacher. Further sums:
-    "teacher_loss", and "agreed", the images where student and teacher decide alike.
+    A distilled model has two heads: one is trained on the labels, the other on the teacher. A plain model's
+    head is trained on both. Teacher loss: hard, cross-entropy with the teacher's top-1 class; soft, the
+    Kullback-Leibler divergence from the teacher's probabilities at temperature T, times T * T / K as in
+    DeiT's code. Balanced class weights apply to the labels in the label loss and to the teacher's classes in
+    the teacher loss. Additional sums: "teacher_loss"; "agreed", images with the same top-1 class in both.
     """
 
     def __init__(self, net: Net, labels: LabelLoss, teacher: Teacher, config: DistillConfig) -> None:
@@ -110,7 +111,7 @@ class DistillObjective(Objective):
 def distillation_loss(
     logits: Tensor, teacher_logits: Tensor, config: DistillConfig, class_weights: Tensor | None = None
 ) -> Tensor:
-    """b K, the teacher's b K, K -> b. The teacher's probabilities are weighed before they are softened."""
+    """Logits b K, teacher's logits b K, class weights K -> b. The weights apply before the temperature."""
     logits, teacher_logits = at_least_float32(logits), at_least_float32(teacher_logits)
     weights = None if class_weights is None else class_weights.to(logits.dtype)
     if config.kind == "hard":
@@ -118,7 +119,7 @@ def distillation_loss(
     t = config.temperature
     scale: Tensor | float = t * t / logits.shape[-1]
     if weights is not None:
-        scale = scale * (teacher_logits.softmax(-1) * weights).sum(-1)  # b: times the image's weight
+        scale = scale * (teacher_logits.softmax(-1) * weights).sum(-1)  # b: the image's weight
         teacher_logits = teacher_logits + weights.log()
     ours, theirs = (logits / t).log_softmax(-1), (teacher_logits / t).log_softmax(-1)
     terms = theirs.exp() * (theirs.clamp(min=torch.finfo(theirs.dtype).min) - ours)  # 0, not NaN, for a weight of 0
@@ -134,45 +135,43 @@ def load_teacher(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Teacher:
-    """The teacher a config names, checked against the student's classes and channels."""
+    """Load the config's teacher and check its classes and channels against the student's."""
     if config.teacher is None:
         raise ConfigError("objective=distill needs distill.teacher: a checkpoint, a model's name or a hub id.")
     found = locate(config.teacher)
     net, info = checkpoint.read(found.path)
     warn_once([*info.notes, *found.notes], about=found.origin or found.path.name)
     if info.task != "classify" or net.config.num_classes != num_classes:
-        knows = (
-            f"{net.config.num_classes} classes" if info.task == "classify" and net.config.num_classes else "no classes"
-        )
+        count = net.config.num_classes if info.task == "classify" else 0
         raise ConfigError(
-            f"the teacher {config.teacher} knows {knows}, the student {num_classes}; they must be the same. "
-            f"Teach it these first: vitrail finetune --model {config.teacher} --data DATA."
+            f"the teacher {config.teacher} has {count} classes, the student {num_classes}; they must be the same. "
+            f"Fine-tune the teacher first: vitrail finetune --model {config.teacher} --data DATA."
         )
     if info.preprocess.channels != preprocess.channels and preprocess.channels != 1:
         raise ConfigError(
-            f"the teacher {config.teacher} sees {info.preprocess.channels} channels, "
-            f"the student {preprocess.channels}; try a teacher for the same images."
+            f"the teacher {config.teacher} has {info.preprocess.channels} input channels, "
+            f"the student {preprocess.channels}; try a teacher with {preprocess.channels}."
         )
     order = _order(info.labels, labels, config.teacher)
     return Teacher(net, info, preprocess, order=order, device=device, dtype=dtype)
 
 
 def _order(theirs: Sequence[str] | None, ours: Sequence[str] | None, teacher: str) -> list[int] | None:
-    """Where the teacher has each of our classes; None where the order is ours, or names are not known."""
+    """Index of each of our classes in the teacher's; None if the order is the same or class names are missing."""
     if theirs is None or ours is None or list(theirs) == list(ours):
         return None
     if sorted(theirs) == sorted(ours) and len(set(ours)) == len(ours):
-        warn_once(["its classes are the data's in another order, and are put in the data's"], about=teacher)
+        warn_once(["its classes are in another order than the data's; its outputs are reordered"], about=teacher)
         return [list(theirs).index(name) for name in ours]
     i = next(i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
     raise ConfigError(
-        f"the teacher {teacher} calls class {i} {theirs[i]!r}, the data {ours[i]!r}; "
-        "it must know the same classes. If they are, name them alike with data.class_names."
+        f"class {i} is {theirs[i]!r} in the teacher {teacher} and {ours[i]!r} in the data; they must have the same "
+        "classes. If only the names differ, set data.class_names."
     )
 
 
 def _affine(student: PreprocessConfig, teacher: PreprocessConfig) -> tuple[list[float], list[float]]:
-    """Factor and summand, per channel, from the student's normalized values to the teacher's."""
+    """Scale and shift, per channel, from the student's normalized values to the teacher's."""
     count = teacher.channels
     mean, std = (values * count if len(values) == 1 else values for values in (student.mean, student.std))
     scale = [s / t for s, t in zip(std, teacher.std, strict=True)]

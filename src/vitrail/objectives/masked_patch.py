@@ -18,8 +18,8 @@ from vitrail.models.drop import check_sample_seeds, random_sample_seeds
 from vitrail.models.position import Grid
 from vitrail.objectives.base import Objective, Sums, at_least_float32, weighted_sums
 
-# b images, C channels, N patches in h rows and w columns, M of them corrupted, D width, p q sides of a
-# patch in pixels, S side of its miniature, Q colors
+# b images, C channels, N patches in h rows and w columns, M of them corrupted, D width, p q height and width
+# of a patch in pixels, S side of the downsized patch, Q colors
 
 COLOR_LEVELS = 8
 """Levels per color channel: 3 bits."""
@@ -33,19 +33,18 @@ OTHER = rng.stream_id("another patch in its place")
 
 
 class MaskedPatchObjective(Objective):
-    """round(share * N) patches of each image, at least one, are corrupted; one linear layer guesses them.
+    """Corrupt round(mask_ratio * N) patches of each image, at least one, and predict them with a linear layer.
 
-    Of these, each is replaced by a learned embedding with chance `masked`, by the embedding of
-    another patch of the same image with chance `replaced`, and else left as it is: before
-    positions are added. The guess is made from the patch after the last block and the final norm.
-    The loss of an image is the mean over its corrupted patches: of the cross-entropy of the color
-    (8 levels a channel; 512 classes for RGB, 8 for gray), for the 4 x 4 miniature its mean over the
-    16 colors, for pixels the mean squared error of the normalized values. "correct" is the share of
-    colors guessed right.
+    Before positions are added, the embedding of each chosen patch is replaced by a learned mask token with
+    probability `mask_token_prob`, by that of another patch of the same image with probability
+    `random_patch_prob`, and otherwise kept. The linear layer takes the patch token after the last block and
+    the final norm. The loss of an image is the mean over its chosen patches. Target mean-color: cross-entropy
+    of the patch's mean color (8 levels per channel; 512 classes for RGB, 8 for gray). downsized: the mean
+    cross-entropy of the 16 colors of the patch downsized to 4 x 4. pixels: mean squared error of the
+    normalized values. "correct" is the fraction of colors predicted correctly.
 
-    The network's head takes no part and is taken off (a copy is made where there was one); an
-    attention pool keeps its first values. Labels are not looked at. A hybrid is refused: its
-    convolutions have shown each patch to its neighbors before it could be hidden.
+    Labels are not used. The head is removed (from a copy of the model); an attention pool is not trained.
+    Hybrids are refused: their convolutions mix neighboring patches before any patch is masked.
     """
 
     mean: Tensor
@@ -101,7 +100,7 @@ class MaskedPatchObjective(Objective):
     def choose_patches(self, sample_seeds: Tensor, patches: int) -> Tensor:
         """Indices of the corrupted patches, b M, drawn uniformly without replacement."""
         if patches < 2:
-            raise ModelError("masked patches need two patches or more, got 1; try larger images.")
+            raise ModelError("masked patches need at least 2 patches, got 1; try larger images.")
         count = max(round(self.config.mask_ratio * patches), 1)
         return rng.bits(sample_seeds, WHICH, patches).argsort(1)[:, :count]
 
@@ -122,8 +121,8 @@ class MaskedPatchObjective(Objective):
 
     @torch.no_grad()
     def color_targets(self, images: Tensor, grid: Grid) -> Tensor:
-        """b C H W -> the colors of each patch's miniature, row by row, b N SS: numbers from 0 to Q - 1."""
-        shown = self._covered(images) * self.std + self.mean  # from 0 to 1
+        """b C H W -> colors of each downsized patch, row by row, b N SS: class indices from 0 to Q - 1."""
+        shown = self._covered(images) * self.std + self.mean  # in [0, 1]
         side = self.side
         small = F.adaptive_avg_pool2d(shown, (grid[0] * side, grid[1] * side))
         levels = (small * COLOR_LEVELS).floor().clamp(0, COLOR_LEVELS - 1).long()  # b C hS wS
@@ -154,7 +153,7 @@ def _gather_patches(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _without_head(net: ViT) -> ViT:
-    """The model without its head: under DDP, parameters without gradients would stall the others."""
+    """The model without its head: DDP expects a gradient for every parameter."""
     if net.config.num_classes or net.config.pre_logits:
         net = net.with_classes(0)
     if net.pool is not None:
@@ -164,13 +163,14 @@ def _without_head(net: ViT) -> ViT:
 
 def _check(net: ViT, config: MaskedPatchConfig) -> None:
     if net.config.stem is not None:
-        raise ConfigError("masked patches need a plain ViT: a hybrid's stem shows each patch to its neighbors first.")
+        raise ConfigError("masked patches need a plain ViT, got a hybrid, whose stem mixes patches before masking.")
     if config.target != "pixels" and net.config.channels > MAX_CHANNELS:
         raise ConfigError(
-            f"{net.config.channels} channels of 3 bits make too many colors; try masked_patch.target=pixels."
+            f"got {net.config.channels} channels, wanted at most {MAX_CHANNELS}: 3 bits per channel would be too many "
+            "colors; try masked_patch.target=pixels."
         )
     if config.target == "downsized" and min(pair(net.config.patch_size)) < DOWNSIZED_SIDE:
         raise ConfigError(
-            f"a {DOWNSIZED_SIDE} x {DOWNSIZED_SIDE} miniature needs patches at least as large, "
+            f"masked_patch.target=downsized needs patches of at least {DOWNSIZED_SIDE} x {DOWNSIZED_SIDE} px, "
             f"got {net.config.patch_size}; try masked_patch.target=mean-color."
         )

@@ -1,4 +1,7 @@
-"""Functions that return the settings of a run; each opens with what it has shown, or says that it has not been run."""
+"""Recipes: functions that return the settings of a training run.
+
+Each docstring states the measured accuracy and cost, or that the recipe has not been run.
+"""
 
 from __future__ import annotations
 
@@ -22,4 +25,4 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "deit-s16": deit_s16,
     "masked-patch": masked_patch,
 }
-"""What `vitrail train NAME` knows; fine-tuning has a command of its own."""
+"""Recipes of `vitrail train NAME`. Fine-tuning has its own command, `vitrail finetune`."""

@@ -1,23 +1,23 @@
-"""A plain ViT on CIFAR-10 from scratch: no convolution beyond the patch projection, no other data.
+"""A plain ViT on CIFAR-10 from scratch: no convolution except the patch projection, no other data.
 
 Top-1 accuracy 97.67 % (10,000 test images, 95 % interval 97.36 to 97.95) in 10 min 24 s on one H200, from
-the command to the report, 49 s of compilation and all evaluations included: 370 epochs at 35,000 images a
-second. One run, seed 0, the average of the weights at the last step, no test-time augmentation.
+start to report, including 49 s of compilation and all evaluations: 370 epochs at 35,000 images per second.
+One run, seed 0, EMA weights of the last step, no test-time augmentation.
 Run: vitrail train cifar10
 
-Partners for mixup and CutMix come from groups of 8 images (`augment.mix_group`). When they came from the
-whole batch of 1,024, the same run had 97.69 %; in 26 epochs with 5,000 training images held out, seeds 0 and
-1 had 82.44 and 82.14 % in groups of 8, and 82.16 and 82.64 % in one of 1,024.
+Mixup and CutMix mix images within groups of 8 (`augment.mix_group`). With the whole batch of 1,024 as one
+group, the same run reached 97.69 %. In 26 epochs, with 5,000 training images held out, seeds 0 and 1 reached
+82.44 and 82.14 % with groups of 8, and 82.16 and 82.64 % with groups of 1,024.
 
-Chosen on 5,000 images held out of the training set, by runs of a minute each (2,600 steps, or as
-many as took as long), one change at a time. Nothing was chosen by the test set.
+The settings were chosen on 5,000 held-out training images, one change at a time, in runs of one minute
+each (2,600 steps, or as many as fit into the same time). The test set was not used for any choice.
 
     learned positions                  87.3 %      rope-2d                     90.1 %
-    the same, last 15 % unmixed        87.8 %      rope-2d, lr 3e-3            90.0 %
+    same, no mixing in the last 15 %   87.8 %      rope-2d, lr 3e-3            90.0 %
     width 512, 6 blocks                86.1 %      rope-2d, qk_norm            91.2 %
-    patches of 2, width 256, 8 blocks  80.2 %
+    patch 2, width 256, 8 blocks       80.2 %
 
-Before that, on half of the data and in 45 s, Muon was 5 points ahead of AdamW.
+In an earlier comparison, on half of the data and in 45 s, Muon was 5 points better than AdamW.
 """
 
 from __future__ import annotations
@@ -64,25 +64,25 @@ def cifar10(source: str = "cifar10") -> TrainConfig:
 
 
 def cifar100() -> TrainConfig:
-    """The same on CIFAR-100; not run."""
+    """The CIFAR-10 recipe on CIFAR-100; not run."""
     return cifar10("cifar100")
 
 
 def cifar10_small() -> TrainConfig:
-    """A quarter of that network, 4.0 M parameters, taught by it: what ships as vitrail/cifar10.
+    """A model with a quarter of the parameters, 4.0 M, distilled from `cifar10`; shipped as vitrail/cifar10.
 
-    Top-1 accuracy 97.39 % (10,000 test images, 95 % interval 97.06 to 97.68) in 11 min 42 s on one H200, from the
-    command to the report: 550 epochs at 42,700 images a second, the teacher's arithmetic included. One run,
-    seed 0, the average of the weights at the last step, partners for mixing from the whole batch. Its teacher,
-    stored in bfloat16, had 97.67 %.
+    Top-1 accuracy 97.39 % (10,000 test images, 95 % interval 97.06 to 97.68) in 11 min 42 s on one H200, from
+    start to report: 550 epochs at 42,700 images per second, including the teacher's forward passes. One run,
+    seed 0, EMA weights of the last step, images mixed within the whole batch. Its teacher, stored in bfloat16,
+    reached 97.67 %.
     Run: vitrail train cifar10, then vitrail train cifar10-small
 
-    Chosen on 5,000 held-out training images by runs of 1,800 steps; the student had not seen them, its
-    teacher had.
+    The settings were chosen on 5,000 held-out training images in runs of 1,800 steps. The student was not
+    trained on these images, but its teacher was.
 
-        labels alone           85.4 %      soft, T = 1                      87.2 %
-        hard, half the loss    85.8 %      soft, T = 3                      87.4 %
-                                           soft, T = 3, 0.7 of the loss     86.2 %
+        labels only            85.4 %      soft, T = 1                      87.2 %
+        hard, alpha = 0.5      85.8 %      soft, T = 3                      87.4 %
+                                           soft, T = 3, alpha = 0.7         86.2 %
     """
     large = cifar10()
     assert large.model is not None
@@ -90,9 +90,8 @@ def cifar10_small() -> TrainConfig:
     return large.replace(
         name="cifar10-small",
         model=large.model.replace(width=192, num_heads=3, mlp_dim=768, drop_path=0.0),
-        preprocess=large.preprocess.replace(
-            resize="short"
-        ),  # photographs keep their proportions; 32 px stay as they are
+        # photographs keep their aspect ratio; 32 px images are not resized
+        preprocess=large.preprocess.replace(resize="short"),
         augment=large.augment.replace(mix_off=epochs(55)),
         objective="distill",
         distill=DistillConfig(teacher="runs/cifar10", kind="soft", alpha=1.0, temperature=3.0),

@@ -1,7 +1,7 @@
-"""Fine-tuning: the usual settings for a folder of photographs, and the paper's.
+"""Fine-tuning recipes: default settings for a folder of photographs, and the settings of the ViT paper.
 
-A ViT-Ti/16 and 205 photographs of 3 classes: the first loss after 4 s, 20 steps and the report after 12 s
-(two CPU cores; `vitrail finetune ... duration='20 steps'`), all of the 22 held-out images right.
+ViT-Ti/16, 205 photographs of 3 classes, two CPU cores: first loss after 4 s, 20 steps and the report after 12 s
+(`vitrail finetune ... duration='20 steps'`), all of the 22 held-out images classified correctly.
 Run: vitrail finetune --model MODEL --data photos/
      vitrail finetune --model MODEL --data photos/ --recipe paper
 """
@@ -26,14 +26,14 @@ from vitrail.config import (
 )
 
 LARGE, SMALL = 384, 128
-"""Pixels: what the paper fine-tunes at, and below what a network was made for small images."""
+"""Pixels: the paper's image size for fine-tuning; below SMALL, a model counts as one for small images."""
 
 
 def finetune(start: str, source: str, *, images: int, device: str = "cpu") -> TrainConfig:
-    """AdamW, layer-wise decay, the checkpoint's own resolution; as long as so many images need.
+    """AdamW with layer-wise decay, at the checkpoint's own resolution.
 
-    Few images are seen often and in small batches: a few hundred steps move a new head and its
-    body far enough; many images need fewer epochs.
+    Duration and batch size depend on the number of images: a small data set gets small batches and
+    many epochs, so that training takes at least a few hundred steps; a large one gets fewer epochs.
     """
     batch = _power_of_two(max(images / 16, min(8, images)), 64 if device == "cpu" else 256)
     duration = epochs(_clamp(1500 * batch / images / 4, 5, 50))
@@ -52,10 +52,12 @@ def finetune(start: str, source: str, *, images: int, device: str = "cpu") -> Tr
 
 
 def finetune_paper(start: str, source: str, *, images: int, device: str = "cpu") -> TrainConfig:
-    """The paper's Table 4: SGD 0.9, cosine, clip 1, no weight decay, a head of zeros; 500 steps for
-    a few thousand images, 10,000 for CIFAR, 20,000 for ImageNet, in batches of 512 where there are as
-    many. Its resolution is `larger`'s. Its learning rate is the best of four there; try optim.lr=0.001,
-    0.003, 0.01 and 0.03."""
+    """The paper's Table 4: SGD with momentum 0.9, cosine schedule, gradient clipping at 1, no weight decay.
+
+    The head is initialized to zero. 500 steps for a few thousand images, 10,000 for CIFAR, 20,000 for
+    ImageNet; batch size 512, or less for fewer images. `paper_image_size` gives the resolution. The paper
+    chose the best of four learning rates: try optim.lr=0.001, 0.003, 0.01 and 0.03.
+    """
     long = 500 if images < 20_000 else 10_000 if images < 500_000 else 20_000
     return TrainConfig(
         name="finetune-paper",
@@ -70,7 +72,7 @@ def finetune_paper(start: str, source: str, *, images: int, device: str = "cpu")
 
 
 def paper_image_size(network: ViTConfig | BiTConfig) -> int:
-    """The paper's 384 px, or what is nearest to it in whole patches; small images are doubled instead."""
+    """384 px as in the paper, rounded to a multiple of the patch size; twice the size for models below `SMALL`."""
     side = max(pair(network.image_size))
     if side < SMALL:
         return 2 * side
@@ -81,9 +83,9 @@ def paper_image_size(network: ViTConfig | BiTConfig) -> int:
 
 
 def train_only(config: TrainConfig, what: str | int) -> TrainConfig:
-    """The same, where less learns: the head alone, or the last so many blocks with it.
+    """Restrict training to the head, or to the head and the last `what` blocks.
 
-    A head alone is a linear classifier: it can and must learn faster, and nothing lies below it.
+    The head alone is a linear classifier: it needs a higher learning rate and no layer-wise decay.
     """
     optim = config.optim.replace(trainable=what)
     if what == "head" and optim.kind == "adamw":
@@ -92,7 +94,7 @@ def train_only(config: TrainConfig, what: str | int) -> TrainConfig:
 
 
 def _power_of_two(value: float, high: int) -> int:
-    """The largest that is neither more than `value` nor than `high`."""
+    """The largest power of two that is at most `value` and at most `high`; at least 1."""
     size = 1
     while size * 2 <= min(value, high):
         size *= 2
