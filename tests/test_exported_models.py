@@ -120,7 +120,7 @@ def test_another_size_is_refused_before_anything_is_measured(files, album):
     def watch(what: str, total: int) -> Any:
         watched.append(what)
 
-    with pytest.raises(ModelError, match="is exported: it can be run, but not looked into, changed"):
+    with pytest.raises(ModelError, match="is an exported model: it can be run, but not explained, modified"):
         vitrail.evaluate(files["onnx"], str(album), image_size=[(32, 40), 64], device="cpu", watch=watch)
     assert watched == []
 
@@ -155,8 +155,8 @@ def test_features_are_told_apart_by_the_file_they_came_from(files, tmp_path):
 def test_what_needs_the_network_says_what_to_load_instead(files, tmp_path):
     exported = vitrail.load(files["onnx"])
     inside = (
-        r"^\S+/a\.onnx is exported: it can be run, but not looked into, changed or trained; "
-        r"load the checkpoint it was made from \(somebody/small\)\.$"
+        r"^\S+/a\.onnx is an exported model: it can be run, but not explained, modified or trained; "
+        r"use the checkpoint it was exported from \(somebody/small\)\.$"
     )
     for use in (
         lambda: exported.explain(gradient()),
@@ -167,7 +167,7 @@ def test_what_needs_the_network_says_what_to_load_instead(files, tmp_path):
     ):
         with pytest.raises(ModelError, match=inside):
             use()
-    with pytest.raises(ModelError, match="it gives classes and no features; load the checkpoint it was made from"):
+    with pytest.raises(ModelError, match="it outputs classes, not features; use the checkpoint it was exported from"):
         exported.embed(gradient())
     with pytest.raises(ModelError, match=r"^torch runs somebody/small: .*; load it without an engine\.$"):
         running(model(small(), origin="somebody/small"), device="cpu").explain(gradient())
@@ -176,8 +176,8 @@ def test_what_needs_the_network_says_what_to_load_instead(files, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"image_size": 64}, "exported already: image cannot be changed any more"),
-        ({"num_classes": 3, "channels": 1}, "channels, classes cannot be changed"),
+        ({"image_size": 64}, "exported already: image_size cannot be changed any more"),
+        ({"num_classes": 3, "channels": 1}, "channels, num_classes cannot be changed"),
         ({"activation": "gelu-quick"}, "activation cannot be changed"),
         ({"device": "cuda"}, "runs on the CPU; for cuda"),
         ({"dtype": "bfloat16"}, "has its precision already; for bfloat16"),

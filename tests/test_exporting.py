@@ -50,11 +50,11 @@ def test_an_exported_model_predicts_like_the_model(tiny, tmp_path):
 
 def test_what_needs_the_network_is_refused_by_a_file(tiny, tmp_path):
     vit = running(export(tiny, tmp_path / "tiny", to="pt2", check=[gradient()]).path)
-    with pytest.raises(ModelError, match="load the checkpoint it was made from"):
+    with pytest.raises(ModelError, match="use the checkpoint it was exported from"):
         vit.explain(gradient())
-    with pytest.raises(ModelError, match="gives classes and no features"):
+    with pytest.raises(ModelError, match="outputs classes, not features"):
         vit.embed(gradient())
-    with pytest.raises(ConfigError, match="image cannot be changed any more"):
+    with pytest.raises(ConfigError, match="image_size cannot be changed any more"):
         running(tmp_path / "tiny.pt2", image_size=64)
     assert "run by torch in float32" in repr(vit)
 

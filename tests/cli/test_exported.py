@@ -68,10 +68,10 @@ def test_eval_measures_the_file_and_what_an_engine_makes_of_a_checkpoint(vitrail
 
 def test_eval_reads_well(vitrail, exported, album):
     lines = vitrail("eval", "-m", exported, "--data", album, "--device", "cpu").out.splitlines()
-    assert lines[:2] == [f"{exported.name} on album", "10 images of 2 classes, 5 known, 32 px"]
+    assert lines[:2] == [f"{exported.name} on album", "10 images, 2 of 5 classes, 32 px"]
 
 
-CANNOT = "it can be run, but not looked into, changed or trained"
+CANNOT = "it can be run, but not explained, modified or trained"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ CANNOT = "it can be run, but not looked into, changed or trained"
         (["convert", "FILE", "again"], CANNOT),
         (["finetune", "-m", "FILE", "--data", "ALBUM", "--out", "run"], CANNOT),
         (["eval", "-m", "FILE", "--data", "ALBUM", "--image-size", "32,64"], CANNOT),
-        (["embed", "-m", "FILE", "--data", "ALBUM", "--out", "f.parquet"], "it gives classes and no features"),
+        (["embed", "-m", "FILE", "--data", "ALBUM", "--out", "f.parquet"], "it outputs classes, not features"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -96,8 +96,8 @@ def test_commands_that_need_more_say_so_in_one_sentence(
     result = vitrail(*[names.get(word, word) for word in arguments])
     assert result.status == 1
     assert len(result.problems) == 1
-    assert f"{exported} is exported: {words}; " in result.problems[0]
-    assert "the checkpoint it was made from" in result.problems[0]
+    assert f"{exported} is an exported model: {words}; " in result.problems[0]
+    assert "the checkpoint it was exported from" in result.problems[0]
     assert not [path for path in tmp_path.iterdir() if path.name != "run"]
 
 
@@ -105,7 +105,7 @@ def test_commands_that_need_more_say_so_in_one_sentence(
     ("options", "words"),
     [
         (["--dtype", "bfloat16"], "has its precision already"),
-        (["--image-size", "64"], "is exported already: image cannot be changed any more"),
+        (["--image-size", "64"], "is exported already: image_size cannot be changed any more"),
         (["--engine", "torch"], "is run by onnxruntime or openvino, not by torch"),
     ],
 )
@@ -118,6 +118,6 @@ def test_predict_refuses_what_comes_too_late(vitrail, exported, album, options, 
 def test_a_file_of_features_is_not_asked_for_classes(vitrail, album, headless, tmp_path):
     path = export(headless, tmp_path / "f.pt2", to="pt2").path
     result = vitrail("predict", album / "cat" / "0.png", "-m", path)
-    assert result.problems == [f"{path} has no classes: it gives features, which vitrail embed writes."]
+    assert result.problems == [f"{path} has no classes: it outputs features; use vitrail embed."]
     made = vitrail("embed", "-m", path, "--data", album, "--out", tmp_path / "f.parquet")
     assert (made.status, made.out.split(": ")[1]) == (0, "10 images, 128 features each (head input).\n")

@@ -84,7 +84,7 @@ def test_the_same_command_resumes(vitrail: Command, start: Path, album: Path, ha
     for other, words in {
         ("--trainable", "head"): "optim.trainable is all and cannot change",
         ("--image-size", "32"): "image_size is None and cannot change",
-        ("--model", "elsewhere"): "start is ",
+        ("--model", "elsewhere"): "init_from is ",
         ("--data", "digits"): "data.source is ",
     }.items():
         result = vitrail("finetune", "--resume", "--out", half, *other)

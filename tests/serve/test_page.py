@@ -326,7 +326,7 @@ def test_maps_distances_and_places_are_those_of_the_model(opened: Opened, cifar1
     page.mouse.click(dot["x"] + 3, dot["y"] + 3)
     expect(page.locator("#layer-out")).to_have_text("5 of 9")
     page.mouse.move(*patch(page, 0, 7))
-    expect(page.locator("#places-note")).to_contain_text("Row 1, column 8: the mean cosine")
+    expect(page.locator("#places-note")).to_contain_text("Row 1, column 8: mean cosine")
 
 
 def test_what_one_sees_is_downloaded_as_a_png(opened: Opened) -> None:

@@ -192,7 +192,7 @@ class Running(Model):
 
     def __getattr__(self, name: str) -> NoReturn:
         if name == "net":
-            raise self._refusal("it can be run, but not looked into, changed or trained")
+            raise self._refusal("it can be run, but not explained, modified or trained")
         raise AttributeError(name)
 
     @property
@@ -212,7 +212,7 @@ class Running(Model):
     def check_features(self) -> None:
         """Raise ModelError where the outputs are classes."""
         if self.info.task == "classify" and self.config.num_classes:
-            raise self._refusal("it gives classes and no features")
+            raise self._refusal("it outputs classes, not features")
 
     def _run(self, pixels: Sequence[Pixels], want: Want) -> Tensor:
         if want == "pooled":
@@ -225,7 +225,7 @@ class Running(Model):
         if isinstance(self.source, Model):
             return ModelError(f"{self.engine.name} runs {origin or 'this model'}: {why}; load it without an engine.")
         made_from = f" ({origin})" * bool(origin)
-        return ModelError(f"{self.source} is exported: {why}; load the checkpoint it was made from{made_from}.")
+        return ModelError(f"{self.source} is an exported model: {why}; use the checkpoint it was exported from{made_from}.")
 
     def _width(self, want: Want) -> int:
         own = self.config.pooled_width if isinstance(self.config, ViTConfig) else 0
