@@ -295,7 +295,7 @@ def test_without_its_data_the_rest_is_drawn(run: Path, tmp_path: Path, caplog: p
     names = {path.stem for path in timeline(folder, tmp_path / "out")}
     assert names == {"timeline-filters"}
     assert "skipped distances: the evaluation images cannot be read" in caplog.text
-    assert "left out positions: this model has no positions" in caplog.text
+    assert "skipped positions: this model has no position embeddings" in caplog.text
 
 
 def test_a_model_with_nothing_to_follow_is_an_error_with_all_reasons(run: Path, tmp_path: Path):

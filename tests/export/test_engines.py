@@ -99,7 +99,7 @@ def test_a_choice_is_not_taken_over_by_another_cpu(tiny, monkeypatch):
     cpus += [CpuInfo("b", "x86_64", ("avx2",), ()), CpuInfo("a", "aarch64", ("avx2",), ())]
     for _ in range(2):  # the second time all of them are remembered
         for one in cpus:
-            monkeypatch.setattr(choose, "cpu", lambda one=one: one)
+            monkeypatch.setattr(choose, "detect_cpu", lambda one=one: one)
             open_engine(tiny, "auto", device="cpu")
         assert len(raced) == len(cpus)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")

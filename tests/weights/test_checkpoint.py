@@ -1,4 +1,4 @@
-"""Reading any file: what is missing, left over, misshapen, damaged or half precise is said; nothing is copied."""
+"""Reading any file: what is missing, unexpected, misshapen, damaged or half precise is said; nothing is copied."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def layer(name: str) -> str:
 def test_a_tensor_too_many_is_named_with_the_format_assumed(kind: str, tmp_path: Path) -> None:
     _, path = written(kind, tmp_path)
     rewritten(path, tensors_of(path) | {"some.hat": torch.zeros(3), "another.hat": torch.zeros(2)})
-    with pytest.raises(FormatError, match=rf"read as {kind.split()[0]}.*(left over|unexpected) .*hat") as error:
+    with pytest.raises(FormatError, match=rf"read as {kind.split()[0]}.*unexpected .*hat") as error:
         checkpoint.read(path)
     assert "some.hat" in str(error.value)
     assert "another.hat" in str(error.value)
@@ -191,7 +191,7 @@ def test_long_lists_are_cut(tmp_path: Path) -> None:
     _, path = written("timm", tmp_path)
     rewritten(path, {n: t for n, t in tensors_of(path).items() if not n.startswith("blocks.0.norm2")} | hats(20))
     with pytest.raises(
-        FormatError, match=r"missing blocks\.0\.norm2\.weight, blocks\.0\.norm2\.bias; left over .* and 12 more\.$"
+        FormatError, match=r"missing blocks\.0\.norm2\.weight, blocks\.0\.norm2\.bias; unexpected .* and 12 more\.$"
     ):
         checkpoint.read(path)
 

@@ -334,7 +334,7 @@ def test_leftovers_and_gaps_are_listed_with_the_code_base(tmp_path: Path) -> Non
     state = dinov2()
     state["blocks.0.hat"] = draw(3)
     del state["blocks.1.norm2.bias"]
-    with pytest.raises(FormatError, match=r"facebook \(DINOv2\).*missing blocks.1.norm2.bias; left over blocks.0.hat"):
+    with pytest.raises(FormatError, match=r"facebook \(DINOv2\).*missing blocks.1.norm2.bias; unexpected blocks.0.hat"):
         read(state, tmp_path)
 
 
@@ -349,7 +349,7 @@ def test_without_any_one_of_its_tensors_a_file_is_an_error_that_names_it(
         with pytest.raises(FormatError) as error:
             read({n: t for n, t in state.items() if n != name}, tmp_path, family="DeiT3" if make is deit3 else None)
         message = str(error.value)
-        token = name.endswith("_token") and ("special tokens" in message or "left over" in message)
+        token = name.endswith("_token") and ("special tokens" in message or "unexpected" in message)
         assert name in message or token or (name == "pos_embed" and "this is RoPE-ViT" in message), (name, message)
 
 

@@ -308,7 +308,7 @@ def test_positions_of_n_plus_one_rows_place_big_visions_class_token_too() -> Non
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("google_token", {"head/extra": np.zeros(3)}, "left over head/extra"),
+        ("google_token", {"head/extra": np.zeros(3)}, "unexpected head/extra"),
         ("google_token", {"embedding/bias": None}, "missing embedding/bias"),
         (
             "google_token",

@@ -132,7 +132,7 @@ def test_an_optimizer_beside_the_network_is_passed_over(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"resnet/block2/unit01/b/group_norm/beta": None}, "missing block2/unit01/b/group_norm/beta"),
-        ({"resnet/block2/unit01/d/group_norm/beta": np.zeros(3)}, "left over block2/unit01/d/group_norm/beta"),
+        ({"resnet/block2/unit01/d/group_norm/beta": np.zeros(3)}, "unexpected block2/unit01/d/group_norm/beta"),
         ({"resnet/head/conv2d/kernel": np.zeros((256, 5))}, "wanted 4 dimensions"),
     ],
 )

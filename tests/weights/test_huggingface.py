@@ -268,6 +268,6 @@ def test_leftovers_and_gaps_are_listed() -> None:
     state["vit.extra.weight"] = torch.zeros(1)
     del state["vit.layers.1.mlp.fc1.bias"]
     with pytest.raises(
-        FormatError, match=r"missing encoder\.layer\.1\.intermediate\.dense\.bias; left over extra\.weight"
+        FormatError, match=r"missing encoder\.layer\.1\.intermediate\.dense\.bias; unexpected extra\.weight"
     ):
         read(Archive("memory", LazyTensors.from_tensors(state), sidecars=config))

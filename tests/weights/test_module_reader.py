@@ -267,7 +267,7 @@ def test_other_networks_are_refused_by_name() -> None:
         (
             headed,
             FormatError,
-            r"timm's test_vit: read as timm, the tensors do not fit: left over head.0.weight, [^;]*$",
+            r"timm's test_vit: read as timm, the tensors do not fit: unexpected head.0.weight, [^;]*$",
         ),
         (quantized, FormatError, "timm's test_vit: .* is a dtype, not a plain tensor; .* before quantization"),
         (model(small()), NotFoundError, r"got a Model, wanted a file, .* or an nn\.Module"),

@@ -234,7 +234,7 @@ def test_preprocessing_is_torchvisions_for_the_published_files(name: str) -> Non
         ({"encoder.pos_embedding": torch.zeros(1, 16, 64)}, "16 rows, which is not a square grid plus a class token"),
         ({"encoder.pos_embedding": None}, "missing encoder.pos_embedding"),
         ({"encoder.layers.encoder_layer_1.ln_2.bias": None}, "missing encoder.layers.encoder_layer_1.ln_2.bias"),
-        ({"heads.tail.weight": torch.zeros(2)}, "left over heads.tail.weight"),
+        ({"heads.tail.weight": torch.zeros(2)}, "unexpected heads.tail.weight"),
     ],
 )
 def test_a_file_that_does_not_fit_is_an_error_that_says_where(

@@ -99,7 +99,7 @@ def _with_hint(archive: Archive, said: str) -> str:
     """Add a hint to a message if a sidecar file belongs to other weights or a transformers config is missing."""
     stated = stated_model(archive)
     beside = stated.library in ("timm", "huggingface") and stated.file not in archive.metadata
-    if beside and "left over" in said:
+    if beside and "unexpected" in said:
         return f"{said} {stated.file} names {stated.library}'s {stated.model}; {_MOVE_HINT}"
     bare = not stated.library and any("embeddings.patch_embed" in name for name in archive.tensors)
     return f"{said.rstrip('.')}; put its config.json beside it to say which model it is." if bare else said

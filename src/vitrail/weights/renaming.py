@@ -178,7 +178,7 @@ class RenameTable:
         if missing:
             parts.append(f"missing {summarize_names(missing, limit=8)}")
         if left:
-            parts.append(f"left over {summarize_names(left, limit=8)}")
+            parts.append(f"unexpected {summarize_names(left, limit=8)}")
         if wrong:
             parts.append(f"wrong shapes: {summarize_names(wrong, limit=8)}")
         if parts:
