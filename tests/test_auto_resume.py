@@ -102,7 +102,7 @@ def test_other_settings_are_refused_by_name():
         (override(digits(2), ["optim.lr=0.5"]), r"optim.lr is 0.01 and cannot change when a run is resumed"),
         (override(digits(2), ["model.depth=1"]), r"model.depth is 2 and cannot change"),
         (override(digits(2), ["augment.scale=(0.1, 1)"]), r"augment.scale is .* and cannot change"),
-        (digits(2, batch_size=32), r"batch is 64 and cannot change"),
+        (digits(2, batch_size=32), r"batch_size is 64 and cannot change"),
     ):
         with pytest.raises(ConfigError, match=words):
             vitrail.train(changed, auto_resume=True, report=False)

@@ -59,7 +59,7 @@ def test_another_class_can_be_asked_for_by_name_or_number():
         vit.explain(gradient(), target="fisch")
     with pytest.raises(ModelError, match="no class 5: this model has 5"):
         vit.explain(gradient(), target=5)
-    with pytest.raises(ModelError, match="does not name its classes, so 'tench' cannot be found"):
+    with pytest.raises(ModelError, match="has no class names, so 'tench' cannot be found"):
         model(small(), labels=None).explain(gradient(), target="tench")
     with pytest.raises(ConfigError, match="no kind of explanation was given"):
         vit.explain(gradient(), methods=())

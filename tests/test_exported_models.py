@@ -121,7 +121,7 @@ def test_another_size_is_refused_before_anything_is_measured(files, album):
         watched.append(what)
 
     with pytest.raises(ModelError, match="is an exported model: it can be run, but not explained, modified"):
-        vitrail.evaluate(files["onnx"], str(album), image_size=[(32, 40), 64], device="cpu", watch=watch)
+        vitrail.evaluate(files["onnx"], str(album), image_size=[(32, 40), 64], device="cpu", progress=watch)
     assert watched == []
 
 
@@ -132,7 +132,7 @@ def test_a_file_that_gives_features_embeds(features, album, tmp_path):
     torch.testing.assert_close(exported.embed(images), vit.embed(images), atol=1e-4, rtol=1e-4)
     assert exported.embed([]).shape == (0, 32)
     made = embed(exported, str(album), tmp_path / "f.parquet", batch_size=4)
-    assert (made.images, made.width) == (10, 32)
+    assert (made.num_images, made.width) == (10, 32)
     table = pq.read_table(made.path)
     wanted = vit.embed([album / key for key in table["key"].to_pylist()])
     assert np.stack(table["embedding"].to_pylist()) == pytest.approx(wanted.numpy(), abs=1e-4)

@@ -214,7 +214,7 @@ def test_threads_take_turns_too(tmp_path):
 def test_a_model_in_bfloat16_is_held_against_float32(tiny, monkeypatch, caplog):
     monkeypatch.setattr(choose, "candidates", lambda calibrated: [("onnxruntime", "float32")])
     monkeypatch.setattr(choose, "rate", lambda engine, batch, seconds: 1.0 if engine.name == "torch" else 2.0)
-    rough = vitrail.Model(tiny.net.rebuilt(tiny.net.config, {}).to(torch.bfloat16), tiny.info)
+    rough = vitrail.Model(tiny.net.rebuild(tiny.net.config, {}).to(torch.bfloat16), tiny.info)
     assert open_engine(rough, "auto", device="cpu").name == "onnxruntime"
     assert "did not agree" not in caplog.text
 

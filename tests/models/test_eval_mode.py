@@ -84,7 +84,7 @@ def test_measuring_in_training_mode_gives_the_same_and_changes_no_mode(tmp_path:
         "probe": lambda: probe(
             vit, DataConfig(source=data, workers=0), settings=ProbeSettings(methods=("knn",), ks=(1,))
         ).to_dict(),
-        "embed": lambda: embed(vit, data, tmp_path / "x.parquet", overwrite=True).images,
+        "embed": lambda: embed(vit, data, tmp_path / "x.parquet", overwrite=True).num_images,
     }
     for name, call in measured.items():
         with unchanged(vit.net):

@@ -127,7 +127,7 @@ def test_classes_to_measure_on_are_those_that_are_learned():
     check_splits(Splits(source("a", "b"), source("a", "b")), ("a", "b"), "data")
     for splits in (Splits(source("a", "b"), source("b", "a")), Splits(source("a", "b"), source("a", "b"), source("a"))):
         with pytest.raises(
-            DataError, match=r"some has the classes .* the training images of data have a, b; name them"
+            DataError, match=r"some has the classes .* the training images of data have a, b; give their order"
         ):
             check_splits(splits, ("a", "b"), "data")
 

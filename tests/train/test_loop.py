@@ -166,7 +166,7 @@ def test_the_run_folder_is_a_model_that_scores_what_was_said(whole: FitResult):
 
 def test_a_run_without_a_model_says_so(whole: FitResult, tmp_path: Path):
     interrupted(whole.setup.config, tmp_path / "run", 2)
-    with pytest.raises(vitrail.VitrailError, match=r"not finished and has no model yet; go on with .*--resume"):
+    with pytest.raises(vitrail.VitrailError, match=r"not finished and has no model yet; continue it with .*--resume"):
         vitrail.load(tmp_path / "run")
 
 

@@ -29,15 +29,15 @@ HALF = 1 / math.sqrt(2)
     [
         ({"kind": "constant"}, [1, 1, 1, 1]),
         ({"kind": "linear"}, [1, 0.75, 0.5, 0.25]),
-        ({"kind": "linear", "floor": 0.2}, [1, 0.8, 0.6, 0.4]),
+        ({"kind": "linear", "min_lr_ratio": 0.2}, [1, 0.8, 0.6, 0.4]),
         ({"kind": "cosine"}, [1, (1 + HALF) / 2, 0.5, (1 - HALF) / 2]),
-        ({"kind": "cosine", "floor": 0.5}, [1, (3 + HALF) / 4, 0.75, (3 - HALF) / 4]),
+        ({"kind": "cosine", "min_lr_ratio": 0.5}, [1, (3 + HALF) / 4, 0.75, (3 - HALF) / 4]),
         ({"kind": "rsqrt", "timescale": steps(1)}, [1, HALF, 3**-0.5, 0.5]),
-        ({"kind": "rsqrt", "timescale": steps(1), "floor": 0.6}, [1, HALF, 0.6, 0.6]),
+        ({"kind": "rsqrt", "timescale": steps(1), "min_lr_ratio": 0.6}, [1, HALF, 0.6, 0.6]),
         ({"kind": "constant", "warmup": steps(4)}, [0.25, 0.5, 0.75, 1]),
         ({"kind": "linear", "warmup": steps(2)}, [0.5, 1, 1, 0.5]),
         ({"kind": "constant", "cooldown": steps(2)}, [1, 1, 1, 0.5]),
-        ({"kind": "constant", "cooldown": steps(4), "floor": 0.2}, [1, 0.8, 0.6, 0.4]),
+        ({"kind": "constant", "cooldown": steps(4), "min_lr_ratio": 0.2}, [1, 0.8, 0.6, 0.4]),
         ({"kind": "rsqrt", "timescale": steps(1), "cooldown": steps(2)}, [1, HALF, 3**-0.5, 0.25]),
         ({"kind": "constant", "warmup": steps(2), "cooldown": steps(2)}, [0.5, 1, 1, 0.5]),
         ({"kind": "constant", "warmup": epochs(0.2), "cooldown": images(20)}, [0.5, 1, 1, 0.5]),
@@ -81,7 +81,7 @@ def test_after_the_warm_up_it_is_big_visions(
     assume(warmup < total)
     assume(warmup + cooldown <= total)
     line = schedule(
-        total, kind=kind, warmup=steps(warmup), cooldown=steps(cooldown), timescale=steps(timescale), floor=end
+        total, kind=kind, warmup=steps(warmup), cooldown=steps(cooldown), timescale=steps(timescale), min_lr_ratio=end
     )
     theirs = [big_vision(step, kind, total, warmup, cooldown, timescale, end) for step in range(total + 1)]
     for step in range(total):
@@ -102,7 +102,7 @@ def test_it_rises_then_falls_within_its_bounds_and_ends_at_the_floor(
 ) -> None:
     assume(warmup + cooldown <= total)
     line = schedule(
-        total, kind=kind, warmup=steps(warmup), cooldown=steps(cooldown), floor=floor, timescale=steps(timescale)
+        total, kind=kind, warmup=steps(warmup), cooldown=steps(cooldown), min_lr_ratio=floor, timescale=steps(timescale)
     )
     values = [line(step) for step in range(total)]
     assert all(0 < value <= 1 + 1e-12 for value in values), "every step moves"
@@ -120,7 +120,7 @@ def test_it_rises_then_falls_within_its_bounds_and_ends_at_the_floor(
 
 @given(kind=st.sampled_from(["linear", "cosine", "rsqrt", "constant"]), floor=st.floats(0, 1))
 def test_it_never_jumps(kind: Any, floor: float) -> None:
-    line = schedule(1000, kind=kind, warmup=steps(100), cooldown=steps(100), floor=floor, timescale=steps(100))
+    line = schedule(1000, kind=kind, warmup=steps(100), cooldown=steps(100), min_lr_ratio=floor, timescale=steps(100))
     values = [line(step) for step in range(1001)]
     assert max(abs(a - b) for a, b in pairwise(values)) < 0.0101
 
@@ -132,7 +132,7 @@ def test_it_never_jumps(kind: Any, floor: float) -> None:
         (5, {"warmup": epochs(1)}, "a warm-up of 1 epoch is 10 steps, but the whole run has 5"),
         (5, {"warmup": steps(3), "cooldown": steps(3)}, "and a cool-down of 3 steps is 6 steps"),
         (5, {"kind": "rsqrt", "timescale": steps(0)}, "rsqrt needs a timescale longer than 0 steps"),
-        (0, {}, "a run of 0 steps"),
+        (0, {}, "a schedule needs at least one step, got 0"),
     ],
 )
 def test_what_cannot_be_is_refused(total: int, settings: dict[str, Any], message: str) -> None:

@@ -34,7 +34,7 @@ def test_no_recipe_asks_for_one():
         *(make() for make in RECIPES.values()),
         *(make("x", "y", images=99) for make in (finetune, finetune_paper)),
     ]
-    assert {config.precision for config in recipes} == {TrainConfig.from_dict({"start": "x"}).precision} == {"auto"}
+    assert {config.precision for config in recipes} == {TrainConfig.from_dict({"init_from": "x"}).precision} == {"auto"}
 
 
 def test_a_run_keeps_what_was_chosen(tmp_path: Path):

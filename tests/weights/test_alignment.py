@@ -100,7 +100,7 @@ def test_a_model_gives_the_same_bits_wherever_its_tensors_lie_in_a_file(kind: st
         archive = open_archive(path)
         if start:
             assert away({name: archive.tensors[name] for name in theirs})
-        read, _ = checkpoint.read(path, overrides={"heads": 3})
+        read, _ = checkpoint.read(path, overrides={"num_heads": 3})
         assert away(read.state_dict()) == []
         assert torch.equal(logits(read), logits(net)), start
 
@@ -119,7 +119,7 @@ def test_a_part_of_a_tensor_is_moved_where_the_whole_lies_well(tmp_path: Path) -
     theirs = TIMM_FORMAT.table(info.config).write(net.state_dict(), info.config)
     torch.save({name: tensor.clone() for name, tensor in theirs.items()}, tmp_path / "x.pth")
     assert away({"pos_embed": open_archive(tmp_path / "x.pth").tensors["pos_embed"]}) == []
-    read, _ = checkpoint.read(tmp_path / "x.pth", overrides={"heads": 3})
+    read, _ = checkpoint.read(tmp_path / "x.pth", overrides={"num_heads": 3})
     assert away(read.state_dict()) == []
 
 

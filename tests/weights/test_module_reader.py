@@ -261,7 +261,11 @@ def test_other_networks_are_refused_by_name() -> None:
             r"this is already a vitrail network; use vitrail\.Model\(net, info\)",
         ),
         (timm.create_model("test_vit").to("meta"), CheckpointError, "timm's test_vit has no weights"),
-        (timm.create_model("xcit_nano_12_p8_224"), FormatError, "timm's xcit_nano_12_p8_224 is not an architecture"),
+        (
+            timm.create_model("xcit_nano_12_p8_224"),
+            FormatError,
+            "timm's xcit_nano_12_p8_224 is not a supported architecture",
+        ),
         (pruned, FormatError, r"timm's test_vit has an adapter or a parametrization \(blocks.0.mlp.fc1.weight_orig\)"),
         (adapted, FormatError, "timm's test_vit has an adapter .*; merge it into the weights first"),
         (

@@ -259,7 +259,9 @@ def test_a_config_that_says_what_is_not_built_or_not_there_is_refused(
 def test_a_missing_and_an_unknown_tensor_are_named(tmp_path: Path) -> None:
     state = openai()
     state["visual.conv1_alpha.weight"] = state.pop("visual.transformer.resblocks.1.ln_2.bias")
-    with pytest.raises(FormatError, match=r"missing .*resblocks\.1\.ln_2\.bias; unexpected visual\.conv1_alpha\.weight"):
+    with pytest.raises(
+        FormatError, match=r"missing .*resblocks\.1\.ln_2\.bias; unexpected visual\.conv1_alpha\.weight"
+    ):
         read(saved(state, tmp_path))
 
 

@@ -225,7 +225,9 @@ class Running(Model):
         if isinstance(self.source, Model):
             return ModelError(f"{self.engine.name} runs {origin or 'this model'}: {why}; load it without an engine.")
         made_from = f" ({origin})" * bool(origin)
-        return ModelError(f"{self.source} is an exported model: {why}; use the checkpoint it was exported from{made_from}.")
+        return ModelError(
+            f"{self.source} is an exported model: {why}; use the checkpoint it was exported from{made_from}."
+        )
 
     def _width(self, want: Want) -> int:
         own = self.config.pooled_width if isinstance(self.config, ViTConfig) else 0

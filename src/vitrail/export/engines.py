@@ -36,6 +36,7 @@ from vitrail.runtime import pick_device, warn_once
 from vitrail.runtime.amx import ISA_VARIABLE, WITHOUT_AMX, check_bfloat16, disable_broken_amx
 from vitrail.runtime.cores import usable_cores
 from vitrail.runtime.cpu import detect_cpu
+from vitrail.runtime.signal_stack import preserve_signal_stack
 from vitrail.weights.loading import load_checkpoint
 from vitrail.weights.locate import ModelLocation
 from vitrail.weights.model_info import ModelInfo
@@ -369,9 +370,11 @@ def openvino_core() -> Any:
         disable_broken_amx()
     except ConfigError:  # too late for torch, which has begun already
         os.environ.setdefault(ISA_VARIABLE, WITHOUT_AMX)
-    _start_openvino()
-    core = openvino.Core()
-    core.set_property({"ENABLE_MMAP": False})  # a mapped file changes under the engine, or ends the process
+    with preserve_signal_stack():
+        _start_openvino()
+        core = openvino.Core()
+        core.set_property({"ENABLE_MMAP": False})  # a mapped file changes under the engine, or ends the process
+        core.get_property("CPU", "FULL_DEVICE_NAME")  # loads the CPU plugin, which changes the signal stack
     return core
 
 
