@@ -107,7 +107,7 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
         {"image_size": [64, 64], "embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2]},
     ),
 }
-BESIDE = r"its config\.json, put beside it"
+BESIDE = r"put its config\.json beside it"
 """A bare file with transformers' names may also be refused for want of its config.json, which names the model."""
 
 

@@ -61,7 +61,7 @@ def test_another_class_can_be_asked_for_by_name_or_number():
         vit.explain(gradient(), target=5)
     with pytest.raises(ModelError, match="has no class names, so 'tench' cannot be found"):
         model(small(), labels=None).explain(gradient(), target="tench")
-    with pytest.raises(ConfigError, match="no kind of explanation was given"):
+    with pytest.raises(ConfigError, match="no method was given"):
         vit.explain(gradient(), methods=())
 
 

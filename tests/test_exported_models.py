@@ -139,7 +139,7 @@ def test_a_file_that_gives_features_embeds(features, album, tmp_path):
     with pytest.raises(ModelError, match="has no classes"):
         exported.predict(gradient())
     with pytest.raises(ModelError, match="load the checkpoint"):
-        embed(exported, str(album), tmp_path / "layer.parquet", place=FeatureSpec(layers=(1,)))
+        embed(exported, str(album), tmp_path / "layer.parquet", spec=FeatureSpec(layers=(1,)))
 
 
 def test_features_are_told_apart_by_the_file_they_came_from(files, tmp_path):

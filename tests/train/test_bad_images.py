@@ -77,7 +77,10 @@ def test_a_measurement_that_fails_costs_no_step(album: Path, tmp_path: Path):
     truncated(tmp_path / "album" / "val", "cat/003.jpg")
     settings = ["data.resident=false", "evaluate_every=5 steps", "checkpoint_every=100 steps"]
     config = override(on_photos(tmp_path / "album", 8), settings)
-    words = r"(?s)cannot be read.*val/cat/003.*\nThe training state is saved; resume from step 5 with: .* --resume --skip-bad --out "
+    words = (
+        r"(?s)cannot be read.*val/cat/003.*\nThe training state is saved; "
+        r"resume from step 5 with: .* --resume --skip-bad --out "
+    )
     with pytest.raises(DataError, match=words):
         trained(config, tmp_path / "run")
     assert saved_steps(tmp_path / "run") == [5]
