@@ -138,7 +138,7 @@ def test_a_file_that_gives_features_embeds(features, album, tmp_path):
     assert np.stack(table["embedding"].to_pylist()) == pytest.approx(wanted.numpy(), abs=1e-4)
     with pytest.raises(ModelError, match="has no classes"):
         exported.predict(gradient())
-    with pytest.raises(ModelError, match="load the checkpoint"):
+    with pytest.raises(ModelError, match="use the checkpoint it was exported from"):
         embed(exported, str(album), tmp_path / "layer.parquet", spec=FeatureSpec(layers=(1,)))
 
 
