@@ -66,7 +66,7 @@ def predict(
     as_json: Json = False,
     logits: Annotated[bool, typer.Option("--logits", help="With --json: include the logits.")] = False,
 ) -> None:
-    """ClassifyObjective images. Prints a list for files, and CSV for a folder or a pattern."""
+    """Classify images. Prints a list for files, and CSV for a folder or a pattern."""
     as_json = as_json or (out is not None and out.suffix.lower() == ".json")
     if logits and not as_json:
         raise ConfigError("--logits needs --json.")
