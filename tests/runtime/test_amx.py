@@ -63,3 +63,13 @@ def test_a_variable_that_is_set_is_respected(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_crash_stays_in_the_forked_process(monkeypatch: pytest.MonkeyPatch, ends, survives: bool) -> None:
     monkeypatch.setattr(amx, "_product", ends)
     assert amx._product_succeeds() is survives
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_crash_leaves_no_core_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child exits with an error if the kernel would write one."""
+    import resource
+
+    limited = lambda: None if resource.getrlimit(resource.RLIMIT_CORE) == (0, 0) else os.abort()  # noqa: E731
+    monkeypatch.setattr(amx, "_product", limited)
+    assert amx._product_succeeds()

@@ -69,7 +69,10 @@ def _product_succeeds() -> bool:
         warnings.simplefilter("ignore", DeprecationWarning)  # about fork with threads: the child uses none
         child = os.fork()
     if child == 0:
+        import resource  # Unix only, as fork is
+
         faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its death is expected: no core file in the user's folder
         signal.alarm(PROBE_TIMEOUT_S)
         os.closerange(0, 3)  # the child prints nothing and must not flush the parent's output
         try:
