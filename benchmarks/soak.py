@@ -269,7 +269,7 @@ class Client:
             return
         [best] = json.loads(body)["results"][0]["predictions"]
         if best["index"] != one.index or abs(best["score"] - one.score) > SCORE_TOLERANCE:
-            self.results.wrong.append(f"got {best}, wanted class {one.index} with {one.score}")
+            self.results.wrong.append(f"got {best}, expected class {one.index} with {one.score}")
         self.results.good += 1
 
     async def hostile(self, name: str, one: Sample, rng: random.Random) -> None:

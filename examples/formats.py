@@ -53,7 +53,7 @@ def formats_table(vit: vitrail.Model, out: Path) -> Table:
     table = Table("format", "tensors read back", "largest difference of logits", box=None, pad_edge=False)
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
-        wanted = vit.net(images)
+        expected = vit.net(images)
     suffix = {"google": ".npz", "big_vision": ".npz", "torchvision": ".pth", "facebook": ".pth"}
     for name in FORMATS:
         path = out / f"{name}{suffix.get(name, '')}"
@@ -65,7 +65,7 @@ def formats_table(vit: vitrail.Model, out: Path) -> Table:
         net, _ = checkpoint.read(path)
         same = all(torch.equal(a, net.state_dict()[k]) for k, a in vit.net.state_dict().items())
         with torch.no_grad():
-            difference = (net(images) - wanted).abs().max()
+            difference = (net(images) - expected).abs().max()
         table.add_row(name, "identical" if same else "DIFFERENT", f"{difference:.1e}")
     return table
 

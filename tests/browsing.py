@@ -59,17 +59,17 @@ def hiding(site: httpx.Client, hide: list[int], image: bytes) -> list[tuple[str,
     return as_bars((p["label"], p["score"]) for p in found["results"][0]["predictions"])
 
 
-def wait_for_bars(page: Any, wanted: list[tuple[str, str]]) -> None:
+def wait_for_bars(page: Any, expected: list[tuple[str, str]]) -> None:
     def same() -> bool:
         page.wait_for_timeout(30)
-        return bars(page) == wanted
+        return bars(page) == expected
 
     from serving import until
 
     try:
         until(same)
     except AssertionError:
-        assert bars(page) == wanted
+        assert bars(page) == expected
 
 
 def patch(page: Any, row: int, column: int, pane: int = 0, grid: tuple[int, int] = (8, 8)) -> tuple[float, float]:

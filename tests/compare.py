@@ -28,7 +28,7 @@ def randomized(net: nn.Module, seed: int = 0) -> nn.Module:
     return net.eval()
 
 
-def relative(got: Tensor, wanted: Tensor) -> float:
-    """|got - wanted| / |wanted|, over all elements."""
-    assert got.shape == wanted.shape, (got.shape, wanted.shape)
-    return float((got.detach().double() - wanted.detach().double()).norm() / wanted.detach().double().norm())
+def relative(got: Tensor, expected: Tensor) -> float:
+    """|got - expected| / |expected|, over all elements."""
+    assert got.shape == expected.shape, (got.shape, expected.shape)
+    return float((got.detach().double() - expected.detach().double()).norm() / expected.detach().double().norm())

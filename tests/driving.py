@@ -150,13 +150,13 @@ def webkit(folder: Path) -> Iterator[Driven]:
         until(lambda: screen.read_text().endswith("\n"))
         around = {"HOME": str(folder), "DISPLAY": f":{screen.read_text().split()[-1]}", "GDK_BACKEND": "x11"}
         options = {"binary": MINI_BROWSER, "args": ["--automation"]}
-        wanted = {"capabilities": {"alwaysMatch": {"webkitgtk:browserOptions": options}}}
+        expected = {"capabilities": {"alwaysMatch": {"webkitgtk:browserOptions": options}}}
         with (
             _started(["WebKitWebDriver", f"--port={port}"], log, **around),
             httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
         ):
             until(lambda: _answers(port))
-            session = client.post("/session", json=wanted).json()["value"]["sessionId"]
+            session = client.post("/session", json=expected).json()["value"]["sessionId"]
 
             def send(command: str, _: str, body: dict[str, Any]) -> Any:
                 method, path = command.split(" ")

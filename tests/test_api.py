@@ -48,15 +48,15 @@ def forms(photograph: Image.Image, tmp_path: Path) -> list[object]:
 
 def test_an_image_may_come_in_any_form(vit, photograph, tmp_path):
     given = forms(photograph, tmp_path)
-    wanted = vit.predict(photograph)
-    assert [p.index for p in wanted] == vit.logits(photograph)[0].argsort(descending=True).tolist()
-    assert [p.label for p in wanted] == [LABELS[p.index] for p in wanted]
-    assert sum(p.score for p in wanted) == pytest.approx(1)
+    expected = vit.predict(photograph)
+    assert [p.index for p in expected] == vit.logits(photograph)[0].argsort(descending=True).tolist()
+    assert [p.label for p in expected] == [LABELS[p.index] for p in expected]
+    assert sum(p.score for p in expected) == pytest.approx(1)
     for image in given:
-        assert vit.predict(image) == wanted
+        assert vit.predict(image) == expected
     for several in (given, tuple(given), iter(given)):
         answers = vit.predict(several, batch_size=4)
-        assert [[p.index for p in one] for one in answers] == [[p.index for p in wanted]] * 6
+        assert [[p.index for p in one] for one in answers] == [[p.index for p in expected]] * 6
 
 
 def test_nothing_gives_nothing(vit):
@@ -156,8 +156,8 @@ def test_saved_and_loaded_again_nothing_differs(folder, tmp_path, photograph):
 def test_each_of_several_labels_has_a_probability_of_its_own(vit, tmp_path, photograph):
     vitrail.Model(vit.net, vit.info.replace(multi_label=True)).save(tmp_path / "tags")
     tags = vitrail.load(tmp_path / "tags")
-    answers, wanted = tags.predict(photograph, top=5), tags.logits(photograph)[0].sigmoid()
-    assert [a.score for a in answers] == sorted(wanted.tolist(), reverse=True)
+    answers, expected = tags.predict(photograph, top=5), tags.logits(photograph)[0].sigmoid()
+    assert [a.score for a in answers] == sorted(expected.tolist(), reverse=True)
     assert not vitrail.load(tmp_path / "tags", num_classes=3).info.multi_label
 
 
@@ -275,9 +275,9 @@ def test_bytes_of_any_format_are_images(vit, photograph):
 
 def test_a_model_changes_its_precision_and_knows_its_classes(photograph: Image.Image) -> None:
     vit = model(small())
-    wanted = vit.logits(photograph)
+    expected = vit.logits(photograph)
     for same in (vit.to(torch.float64), vit.to(dtype="float64"), vit.to("cpu", "float64")):
         assert same.dtype == torch.float64
-        torch.testing.assert_close(same.logits(photograph).float(), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(same.logits(photograph).float(), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ModelError, match="there is no class 5000: this model has"):
         vit.label(5000)

@@ -66,22 +66,24 @@ def test_the_numbers_are_those_of_the_models_own_answers(vit: vitrail.Model, alb
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 64])
 def test_the_size_of_batches_does_not_show(vit: vitrail.Model, album: Path, batch: int):
-    wanted, got = evaluated(vit, album, batch_size=10), evaluated(vit, album, batch_size=batch)
-    assert same_counts(got, wanted)
-    assert got.loss.value == pytest.approx(wanted.loss.value, rel=1e-6)
+    expected, got = evaluated(vit, album, batch_size=10), evaluated(vit, album, batch_size=batch)
+    assert same_counts(got, expected)
+    assert got.loss.value == pytest.approx(expected.loss.value, rel=1e-6)
 
 
-def same_counts(got: vitrail.Evaluation, wanted: vitrail.Evaluation) -> bool:
-    mine, other = got.first, wanted.first
+def same_counts(got: vitrail.Evaluation, expected: vitrail.Evaluation) -> bool:
+    mine, other = got.first, expected.first
     arrays = (mine.scores.confusion, mine.samples.rank), (other.scores.confusion, other.samples.rank)
-    return got.top1 == wanted.top1 and all(np.array_equal(a, b) for a, b in zip(*arrays, strict=True))
+    return got.top1 == expected.top1 and all(np.array_equal(a, b) for a, b in zip(*arrays, strict=True))
 
 
 def test_in_double_precision_only_the_last_digits_show_it(album: Path):
     exact = model(small()).to(dtype="float64")
-    wanted, got = evaluated(exact, album, batch_size=10), evaluated(exact, album, batch_size=3)
-    assert got.loss.value == pytest.approx(wanted.loss.value, rel=1e-13)
-    assert got.calibration.error.value == pytest.approx(wanted.calibration.error.value, rel=1e-6)  # scores are float32
+    expected, got = evaluated(exact, album, batch_size=10), evaluated(exact, album, batch_size=3)
+    assert got.loss.value == pytest.approx(expected.loss.value, rel=1e-13)
+    assert got.calibration.error.value == pytest.approx(
+        expected.calibration.error.value, rel=1e-6
+    )  # scores are float32
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +111,10 @@ def test_three_processes_that_do_not_divide_ten_images_find_what_one_does(
 ):
     vit.save(tmp_path / "model")
     arguments = (str(tmp_path / "model"), str(album), [32, 48], True)
-    wanted = in_a_process(*arguments)
-    assert wanted["sizes"][0]["count"] == 10
+    expected = in_a_process(*arguments)
+    assert expected["sizes"][0]["count"] == 10
     for got in processes.run(in_a_process, *arguments):
-        assert json.dumps(rounded(got)) == json.dumps(rounded(wanted))
+        assert json.dumps(rounded(got)) == json.dumps(rounded(expected))
 
 
 def rounded(value: Any) -> Any:

@@ -44,8 +44,8 @@ def test_a_look_has_what_the_functions_give_and_what_predict_says():
     assert [p.index for p in explanation.predictions] == [p.index for p in vit.predict(gradient())]
     assert explanation.target == explanation.predictions[0]
     np.testing.assert_allclose(explanation.rollout, rollout_map(vit.net, images)[0].numpy())
-    wanted = gradient_rollout(vit.net, images, torch.tensor([explanation.target.index]))[0].numpy()
-    np.testing.assert_allclose(explanation.maps["gradient"], wanted)
+    expected = gradient_rollout(vit.net, images, torch.tensor([explanation.target.index]))[0].numpy()
+    np.testing.assert_allclose(explanation.maps["gradient"], expected)
     assert explanation.pixels.shape == (32, 32, 3)
 
 
@@ -69,9 +69,9 @@ def test_another_class_can_be_asked_for_by_name_or_number():
 def test_the_last_attention_of_an_attention_pool_is_the_pools(options: dict[str, Any]):
     vit = model(small(**options))
     images = vit.preprocess(gradient())
-    wanted = vit.net.features(images, outputs=("pool_attention",)).pool_attention.mean(1)
+    expected = vit.net.features(images, outputs=("pool_attention",)).pool_attention.mean(1)
     torch.testing.assert_close(
-        last_attention_map(vit.net, images).flatten(1), wanted[:, vit.config.num_prefix_tokens :]
+        last_attention_map(vit.net, images).flatten(1), expected[:, vit.config.num_prefix_tokens :]
     )
 
 

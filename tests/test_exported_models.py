@@ -72,9 +72,9 @@ def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_load_gives_a_model_that_predicts(vit, files, kind):
     exported = vitrail.load(str(files[kind]))
     images = [gradient(), gradient(30, 60), gradient(20), gradient(70), gradient(33)]
-    for got, wanted in zip(exported.predict(images), vit.predict(images), strict=True):
-        assert [p.label for p in got] == [p.label for p in wanted]
-        assert [p.score for p in got] == pytest.approx([p.score for p in wanted], abs=1e-5)
+    for got, expected in zip(exported.predict(images), vit.predict(images), strict=True):
+        assert [p.label for p in got] == [p.label for p in expected]
+        assert [p.score for p in got] == pytest.approx([p.score for p in expected], abs=1e-5)
     assert exported.labels == LABELS
     assert exported.predict([]) == []
 
@@ -95,12 +95,12 @@ def test_classes_can_be_named_anew(files):
 def test_a_file_is_measured_as_its_model_is(vit, files, album, kind, flip):
     options: dict[str, Any] = {"workers": 0, "batch_size": 3, "flip": flip}
     got = vitrail.evaluate(str(files[kind]), str(album), device="cpu", **options)
-    wanted = vitrail.evaluate(vit, str(album), **options)
-    ours, theirs = got.first.samples, wanted.first.samples
+    expected = vitrail.evaluate(vit, str(album), **options)
+    ours, theirs = got.first.samples, expected.first.samples
     np.testing.assert_array_equal(ours.prediction, theirs.prediction)
     np.testing.assert_allclose(ours.score, theirs.score, atol=1e-5)
-    assert got.top1.value == wanted.top1.value
-    assert got.loss.value == pytest.approx(wanted.loss.value, rel=1e-4)
+    assert got.top1.value == expected.top1.value
+    assert got.loss.value == pytest.approx(expected.loss.value, rel=1e-4)
     assert got.first.throughput.network > 0
 
 
@@ -110,8 +110,8 @@ def test_pixels_that_are_never_rounded_reach_the_file_as_they_are(tmp_path, albu
     vit = vitrail.Model(plain.net, info)
     path = export(vit, tmp_path / "a.onnx", check=[gradient()]).path
     options: dict[str, Any] = {"workers": 0, "device": "cpu"}
-    got, wanted = (vitrail.evaluate(one, str(album), **options) for one in (path, vit))
-    assert got.loss.value == pytest.approx(wanted.loss.value, rel=1e-5)
+    got, expected = (vitrail.evaluate(one, str(album), **options) for one in (path, vit))
+    assert got.loss.value == pytest.approx(expected.loss.value, rel=1e-5)
 
 
 def test_another_size_is_refused_before_anything_is_measured(files, album):
@@ -134,8 +134,8 @@ def test_a_file_that_gives_features_embeds(features, album, tmp_path):
     made = embed(exported, str(album), tmp_path / "f.parquet", batch_size=4)
     assert (made.num_images, made.width) == (10, 32)
     table = pq.read_table(made.path)
-    wanted = vit.embed([album / key for key in table["key"].to_pylist()])
-    assert np.stack(table["embedding"].to_pylist()) == pytest.approx(wanted.numpy(), abs=1e-4)
+    expected = vit.embed([album / key for key in table["key"].to_pylist()])
+    assert np.stack(table["embedding"].to_pylist()) == pytest.approx(expected.numpy(), abs=1e-4)
     with pytest.raises(ModelError, match="has no classes"):
         exported.predict(gradient())
     with pytest.raises(ModelError, match="use the checkpoint it was exported from"):

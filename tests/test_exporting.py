@@ -42,10 +42,10 @@ def test_an_exported_model_predicts_like_the_model(tiny, tmp_path):
     net = tiny.net.resized((32, 48))
     preprocess = tiny.info.preprocess.replace(image_size=(32, 48))
     info = tiny.info.replace(config=net.config, preprocess=preprocess)
-    wanted = vitrail.Model(net, info).predict([gradient(), gradient(20)])
-    for row, expected in zip(vit.predict([gradient(), gradient(20)]), wanted, strict=True):
-        assert [p.label for p in row] == [p.label for p in expected]
-        assert [p.score for p in row] == pytest.approx([p.score for p in expected], abs=1e-5)
+    expected = vitrail.Model(net, info).predict([gradient(), gradient(20)])
+    for row, predicted in zip(vit.predict([gradient(), gradient(20)]), expected, strict=True):
+        assert [p.label for p in row] == [p.label for p in predicted]
+        assert [p.score for p in row] == pytest.approx([p.score for p in predicted], abs=1e-5)
 
 
 def test_what_needs_the_network_is_refused_by_a_file(tiny, tmp_path):

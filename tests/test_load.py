@@ -295,7 +295,7 @@ def test_classes_zero_takes_the_head_off(vit, folder, photograph):
 def test_labels_come_from_a_file_a_list_or_an_installed_package(folder, tmp_path):
     (tmp_path / "names.txt").write_text("\n".join("abcde"))
     assert vitrail.load(folder, labels=tmp_path / "names.txt").labels == tuple("abcde")
-    with pytest.raises(ConfigError, match="got 2 names, wanted 5"):
+    with pytest.raises(ConfigError, match="got 2 names, expected 5"):
         vitrail.load(folder, labels=["a", "b"])
 
 

@@ -112,10 +112,10 @@ def test_torchvisions_feature_extractor(kind: str) -> None:
     with torch.no_grad():
         found = extractor(images)
         if kind == "bit":
-            wanted = net.features(images, layers=[0]).feature_maps[0]
+            expected = net.features(images, layers=[0]).feature_maps[0]
         else:
-            wanted = net.features(images, layers=[0]).tokens[0]
-        assert relative(found["middle"], wanted) <= 1e-5
+            expected = net.features(images, layers=[0]).tokens[0]
+        assert relative(found["middle"], expected) <= 1e-5
         again = pickle.loads(pickle.dumps(extractor))(images)
     assert torch.equal(again["norm"], found["norm"])
     extractor.train()(images)["norm"].sum().backward()

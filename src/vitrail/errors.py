@@ -11,7 +11,7 @@
     │   └── ConversionError  the target format cannot represent part of this model
     └── NotFoundError        no such file, model, label list or hub repository
 
-Each message is one or two sentences: what was got, what was wanted, what to try. The command line
+Each message is one or two sentences: what was got, what was expected, what to try. The command line
 prints only the message; `--debug` adds the traceback.
 """
 

@@ -72,10 +72,10 @@ def test_every_data_set_is_listed_with_its_location(vitrail):
     assert lines[0].split() == ["name", "images", "classes", "image", "size", "location"]
     assert [line.split()[0] for line in lines[1:]] == list(CATALOG)
     assert lines[1] == "digits          1,797       10       8 x 8  in scikit-learn"
-    wanted = (
+    expected = (
         "cifar10        60,000       10     32 x 32  not downloaded (170 MB from https://www.cs.toronto.edu/~kriz/)"
     )
-    assert wanted in lines
+    assert expected in lines
 
 
 @pytest.mark.parametrize("columns", [60, 80, 99, 140])
@@ -133,7 +133,7 @@ def test_digits_are_always_available(vitrail):
         (["--download"], "--download needs the name of a dataset, such as vitrail datasets cifar10 --download."),
         (
             ["mnist", "--root", "/no/such/folder"],
-            "root=/no/such/folder is not a folder; wanted one that contains mnist.",
+            "root=/no/such/folder is not a folder; expected one that contains mnist.",
         ),
     ],
 )

@@ -40,8 +40,8 @@ def test_every_image_has_a_row(vitrail, weights, classes, tmp_path):
     assert table["key"].to_pylist()[0] == "train/a/0.png"
     assert set(zip(table["label"].to_pylist(), table["target"].to_pylist(), strict=True)) == {("a", 0), ("b", 1)}
     keys = table["key"].to_pylist()
-    wanted = package.load(weights).embed([classes / key for key in keys])
-    assert np.stack(table["embedding"].to_pylist()) == pytest.approx(wanted.numpy(), abs=1e-5)
+    expected = package.load(weights).embed([classes / key for key in keys])
+    assert np.stack(table["embedding"].to_pylist()) == pytest.approx(expected.numpy(), abs=1e-5)
     said = json.loads(table.schema.metadata[b"vitrail"])
     assert (said["features"], said["vitrail"], said["data"]) == ("head input", package.__version__, "data")
 
@@ -127,7 +127,7 @@ def test_unreadable_images_are_named_and_left_out(vitrail, weights, classes, tmp
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--layer", "13"), "there is no layer 13 of 2; wanted 0 to 2."),
+        (("--layer", "13"), "there is no layer 13 of 2; expected 0 to 2."),
         (("--layer", "x"), "--layer wants whole numbers such as 5 or 1,5,10, got 'x'."),
         (("--pool", "max"), "no pooling is called 'max'; there is mean, pooled, token, token+mean."),
         (("--feature-dtype", "int8"), "features cannot be stored as 'int8'; there is float16, float32."),
@@ -153,7 +153,7 @@ def test_embed_says_what_it_needs(vitrail, weights):
     assert "embed needs --data SPEC:" in result.problems[0]
     assert "embed needs --out FILE:" in vitrail("embed", "-m", weights, "--data", "digits").problems[0]
     result = vitrail("embed", "-m", weights, "--data", "digits", "--out", "features.csv")
-    assert result.problems == ["--out features.csv: wanted a .parquet file; try features.parquet."]
+    assert result.problems == ["--out features.csv: expected a .parquet file; try features.parquet."]
 
 
 def test_killed_at_any_part_it_goes_on_to_the_same_bytes(tmp_path):

@@ -202,11 +202,11 @@ def command(*arguments: str) -> tuple[int, str]:
 
 
 def test_of_three_processes_only_the_first_prints(processes: Processes, measured, weights: Path, album: Path):
-    wanted = json.loads(measured(album, "--json").out)
+    expected = json.loads(measured(album, "--json").out)
     arguments = ("eval", "-m", str(weights), "--data", str(album), "--device", "cpu", "--json")
     (status, out), *others = processes.run(command, *arguments)
     assert status == 0
     assert others == [(0, ""), (0, "")]
     got = json.loads(out)
-    assert got["sizes"][0]["top1"] == wanted["sizes"][0]["top1"]
-    assert got["sizes"][0]["loss"]["value"] == pytest.approx(wanted["sizes"][0]["loss"]["value"], rel=1e-6)
+    assert got["sizes"][0]["top1"] == expected["sizes"][0]["top1"]
+    assert got["sizes"][0]["loss"]["value"] == pytest.approx(expected["sizes"][0]["loss"]["value"], rel=1e-6)

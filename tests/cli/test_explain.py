@@ -31,9 +31,9 @@ def test_one_image_gives_its_figures_and_says_where_they_are(vitrail, weights, i
     assert result.status == 0
     name, *files = result.out.splitlines()
     assert name.startswith(f"{image}  ")
-    wanted = [tmp_path / "out" / f"one-{end}.png" for end in ("overview", "layers", "heads-2")]
-    assert [line.strip() for line in files] == [str(path) for path in wanted]
-    assert all(path.stat().st_size > 5000 for path in wanted)
+    expected = [tmp_path / "out" / f"one-{end}.png" for end in ("overview", "layers", "heads-2")]
+    assert [line.strip() for line in files] == [str(path) for path in expected]
+    assert all(path.stat().st_size > 5000 for path in expected)
 
 
 def test_the_numbers_behind_them_and_how_far_to_trust_them(vitrail, weights, image, tmp_path):
@@ -102,7 +102,7 @@ def test_figures_are_named_by_as_much_of_the_path_as_is_needed(paths, names):
         (["--query", "5,1"], "no patch in row 5, column 1"),
         (["--method", "lime"], "there is no method 'lime'"),
         (["--format", "gif"], "no format 'gif'"),
-        (["--method", ","], "wanted comma-separated names"),
+        (["--method", ","], "expected comma-separated names"),
     ],
 )
 def test_what_is_not_there_is_said_in_one_sentence(vitrail, weights, image, tmp_path, options, words):

@@ -49,13 +49,13 @@ def test_a_file_predicts_as_the_model_does(vitrail, tiny, photos, tmp_path):
     assert prepared.startswith("images: ")
     assert f"{tmp_path / 'tiny.onnx.json'} has these numbers, class names and preprocessing" in text
     assert f"compared in onnxruntime {version('onnxruntime')} on {detect_cpu()}" in " ".join(text.split())
-    wanted = vitrail("predict", photos, "-m", tiny)
+    expected = vitrail("predict", photos, "-m", tiny)
     tables = [
         vitrail("predict", photos, "-m", tmp_path / "tiny.onnx", *more) for more in ([], ["--engine", "openvino"])
     ]
     for table in tables:
         assert (table.status, table.err) == (0, "")
-        for got, own in zip(rows(table.out), rows(wanted.out), strict=True):
+        for got, own in zip(rows(table.out), rows(expected.out), strict=True):
             assert [got[k] for k in got if "score" not in k] == [own[k] for k in own if "score" not in k]
             assert [float(got[k]) for k in got if "score" in k] == pytest.approx(
                 [float(own[k]) for k in own if "score" in k], abs=2e-6

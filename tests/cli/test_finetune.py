@@ -179,7 +179,7 @@ def test_chance_may_be_changed_in_a_checkpoint(vitrail: Command, start: Path, al
         (["--image-size", "17"], "17"),
         (["--image-size", "big"], "--image-size wants 384 or 384x288"),
         (["model.depth=5"], "model.depth=5, but the checkpoint has 2"),
-        (["optim.lr"], "got 'optim.lr', wanted key=value"),
+        (["optim.lr"], "got 'optim.lr', expected key=value"),
         (["batch_size=1000"], "batch_size=1000 is more than the 52 images"),
         (["data.class_names=('red',)"], "has the class"),
     ],

@@ -86,12 +86,12 @@ def test_fewer_images_are_each_classs_share(vitrail, weights, colors):
             ("--method", "fewshot", "--shots", "13"),
             "13 shots need 13 images of each class, and 'blue' has 12 images",
         ),
-        (("--method", "knn", "--k", "37"), "k=37 neighbors in a bank of 36 entries; wanted 1 to 36."),
-        (("--k", "0"), "k=0: wanted 1 or more, such as 5 or 1,5."),
-        (("--shots", "5,-1"), "shots=5,-1: wanted 1 or more, such as 5 or 1,5."),
-        (("--c", "0"), "C=0: wanted a number above 0."),
+        (("--method", "knn", "--k", "37"), "k=37 neighbors in a bank of 36 entries; expected 1 to 36."),
+        (("--k", "0"), "k=0: expected 1 or more, such as 5 or 1,5."),
+        (("--shots", "5,-1"), "shots=5,-1: expected 1 or more, such as 5 or 1,5."),
+        (("--c", "0"), "C=0: expected a number above 0."),
         (("--method", "kmn"), "there is no probing method 'kmn'; did you mean 'knn'?"),
-        (("--layer", "13"), "there is no layer 13 of 2; wanted 0 to 2."),
+        (("--layer", "13"), "there is no layer 13 of 2; expected 0 to 2."),
         (("--vote", "loud"), "--vote wants weighted or uniform, got 'loud'."),
         (("--shots", "many"), "--shots wants whole numbers such as 5 or 1,5,10, got 'many'."),
     ],
@@ -113,7 +113,7 @@ def test_one_class_is_one_sentence(vitrail, weights, tmp_path):
     result = vitrail("probe", "-m", weights, "--data", folder)
     assert result.status == 1
     assert "all 4 images are 'blue' (" in result.problems[0]
-    assert "wanted at least two classes" in result.problems[0]
+    assert "expected at least two classes" in result.problems[0]
 
 
 def test_what_was_not_asked_for_and_cannot_be_is_left_out_and_said(vitrail, weights, tmp_path):

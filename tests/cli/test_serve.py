@@ -141,7 +141,7 @@ def test_images_to_calibrate_on_reach_the_engine(vitrail, weights, started, monk
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["a", "--model", "b"], "got a and --model b, wanted one of them"),
+        (["a", "--model", "b"], "got a and --model b, expected one of them"),
         (["--engine", "torsch"], "no engine is called 'torsch'; did you mean 'torch'"),
         (
             ["--engine", "openvino", "--dtype", "bfloat16"],

@@ -66,10 +66,10 @@ def test_people_are_told_what_is_missing_and_how_to_lay_it_out(vitrail, weights,
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--method", "magic"), "method='magic': wanted finetune or linear."),
+        (("--method", "magic"), "method='magic': expected finetune or linear."),
         (("--lr", "fast"), "--lr wants numbers such as 0.003,0.01, got 'fast'."),
         (("--tasks", "mnist"), "VTAB has no task 'mnist'"),
-        (("--tasks", "dtd"), "does not contain the task dtd; wanted a folder such as dtd."),
+        (("--tasks", "dtd"), "does not contain the task dtd; expected a folder such as dtd."),
     ],
 )
 def test_what_cannot_be_is_one_sentence(vitrail, weights, tasks, options, sentence):

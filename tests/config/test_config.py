@@ -57,7 +57,7 @@ def test_overrides_follow_dotted_paths() -> None:
         ("num_head=4", "ViTConfig has no 'num_head'; did you mean 'num_heads'"),
         ("stem.widht_factor=2", "did you mean 'width_factor'"),
         ("num_heads.x=2", "'num_heads' is 12, which has no parts"),
-        ("num_heads", "wanted key=value"),
+        ("num_heads", "expected key=value"),
         ("num_heads=four", "ViTConfig.num_heads wants int, got 'four'"),
         ("num_heads=true", "wants int"),
         ("activation=relu", "is not one of its values"),

@@ -15,7 +15,7 @@ from vitrail.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("5 epochs", epochs(5)),
         ("1 epoch", epochs(1)),
@@ -30,15 +30,15 @@ from vitrail.errors import ConfigError
         ("0 steps", steps(0)),
     ],
 )
-def test_the_ways_to_write_one(text: str, wanted: Duration) -> None:
-    assert Duration.from_text(text) == wanted
+def test_the_ways_to_write_one(text: str, expected: Duration) -> None:
+    assert Duration.from_text(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["5", "epochs", "five epochs", "-1 steps", "5 minutes", "5 epochs more", "", "k steps"]
 )
 def test_what_is_no_duration_is_refused_with_examples(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"wanted a duration with its unit: 5 epochs, 10k steps or 1\.2m images"):
+    with pytest.raises(ConfigError, match=r"expected a duration with its unit: 5 epochs, 10k steps or 1\.2m images"):
         Duration.from_text(text)
 
 
@@ -55,7 +55,7 @@ def test_it_lasts_a_while_and_ends(count: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("duration", "batch", "size", "wanted"),
+    ("duration", "batch", "size", "expected"),
     [
         (steps(7), 32, 100, 7),
         (epochs(1), 32, 96, 3),
@@ -69,8 +69,8 @@ def test_it_lasts_a_while_and_ends(count: float) -> None:
         (epochs(0), 32, 100, 0),
     ],
 )
-def test_steps_cover_it(duration: Duration, batch: int, size: int, wanted: int) -> None:
-    assert duration.to_steps(batch_size=batch, images=size) == wanted
+def test_steps_cover_it(duration: Duration, batch: int, size: int, expected: int) -> None:
+    assert duration.to_steps(batch_size=batch, images=size) == expected
 
 
 @given(count=st.integers(0, 10_000), batch_size=st.integers(1, 10_000), size=st.integers(1, 2_000_000))
@@ -99,9 +99,9 @@ def test_any_duration_survives_json(count: float, unit: str) -> None:
 def test_it_is_set_like_any_other_setting() -> None:
     changed = override(ScheduleConfig(), ["warmup=5 epochs", "cooldown=2k steps"])
     assert (changed.warmup, changed.cooldown) == (epochs(5), steps(2000))
-    with pytest.raises(ConfigError, match="wanted a duration with its unit"):
+    with pytest.raises(ConfigError, match="expected a duration with its unit"):
         override(ScheduleConfig(), ["warmup=five"])
-    with pytest.raises(ConfigError, match="got '5', wanted a duration with its unit"):
+    with pytest.raises(ConfigError, match="got '5', expected a duration with its unit"):
         override(ScheduleConfig(), ["warmup=5"])
 
 

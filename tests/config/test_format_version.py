@@ -102,7 +102,7 @@ def test_overrides_of_comparison_runs_are_upgraded() -> None:
 
 @pytest.mark.parametrize("document", ["run", "model", "checkpoint", "result", "export", "features"])
 def test_a_newer_version_is_refused(document: format_version.Document) -> None:
-    with pytest.raises(FormatError, match="=3, wanted at most 2; a newer vitrail wrote this file"):
+    with pytest.raises(FormatError, match="=3, expected at most 2; a newer vitrail wrote this file"):
         current(document, {format_version.KEYS[document]: 3})
 
 

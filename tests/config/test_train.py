@@ -87,7 +87,7 @@ def test_numbers_that_would_ruin_a_run_are_refused(kind: type[Config], name: str
         ({"objective": "masked-patch", "model": BiTConfig()}, "masked patches need a ViT"),
         ({"data": {"source": "stream:a.tar", "order": "balanced"}}, "a plain stream cannot be balanced"),
         ({"precision": "float16"}, "is not one of its values; did you mean"),
-        ({"evaluate_every": "often"}, "wanted a duration with its unit"),
+        ({"evaluate_every": "often"}, "expected a duration with its unit"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused(changes: dict[str, Any], message: str) -> None:

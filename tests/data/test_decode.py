@@ -124,9 +124,9 @@ def test_an_unknown_orientation_is_left_alone(photo: np.ndarray) -> None:
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM", "TIFF big-endian", "Pillow I", "Pillow I;16B"])
 def test_16_bit_gray_is_scaled_by_its_full_range(kind: str) -> None:
     deep = np.array([[0, 128, 129, 257, 32768, 65534, 65535, 40000]], np.uint16)
-    wanted = np.rint(deep / 257).astype(np.uint8)
-    assert wanted[0, -2] == 255  # a clipped reading has 255 nearly everywhere
-    assert wanted[0, 4] == 128
+    expected = np.rint(deep / 257).astype(np.uint8)
+    assert expected[0, -2] == 255  # a clipped reading has 255 nearly everywhere
+    assert expected[0, 4] == 128
     big = Image.frombytes("I;16B", (8, 1), deep.astype(">u2").tobytes())
     images = {
         "TIFF big-endian": lambda: encoded(big, "TIFF"),
@@ -134,8 +134,8 @@ def test_16_bit_gray_is_scaled_by_its_full_range(kind: str) -> None:
         "Pillow I;16B": lambda: big,
     }
     image = images.get(kind, lambda: encoded(Image.fromarray(deep), kind))()
-    assert np.array_equal(decode(image, 1)[:, :, 0], wanted)
-    assert np.array_equal(decode(image), np.repeat(wanted[:, :, None], 3, axis=2))
+    assert np.array_equal(decode(image, 1)[:, :, 0], expected)
+    assert np.array_equal(decode(image), np.repeat(expected[:, :, None], 3, axis=2))
 
 
 def test_16_bit_gray_stands_upright_too() -> None:
@@ -167,23 +167,23 @@ def test_1_bit_is_black_and_white() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "wanted"),
+    ("values", "expected"),
     [([0, 0.25, 1], [0, 64, 255]), ([0, 100.4, 255], [0, 100, 255]), ([0, 0, 1.5], [0, 0, 2])],
 )
-def test_float_tiff_in_either_range_is_read(values: list[float], wanted: list[int]) -> None:
+def test_float_tiff_in_either_range_is_read(values: list[float], expected: list[int]) -> None:
     data = encoded(Image.fromarray(np.array([values], np.float32)), "TIFF")
-    assert decode(data)[0, :, 0].tolist() == wanted
+    assert decode(data)[0, :, 0].tolist() == expected
 
 
 @pytest.mark.parametrize("values", [[-0.5, 0.5], [0, 300.0], [0, float("nan")], [0, float("inf")]])
 def test_float_tiff_of_another_range_is_refused(values: list[float]) -> None:
     data = encoded(Image.fromarray(np.array([values], np.float32)), "TIFF")
-    with pytest.raises(ImageError, match=r"floating-point values from .* wanted \[0, 1\] or \[0, 255\]"):
+    with pytest.raises(ImageError, match=r"floating-point values from .* expected \[0, 1\] or \[0, 255\]"):
         decode(data)
 
 
 def test_32_bit_values_beyond_16_bits_are_refused() -> None:
-    with pytest.raises(ImageError, match=r"32-bit values from 0 to 70000, wanted \[0, 65535\]"):
+    with pytest.raises(ImageError, match=r"32-bit values from 0 to 70000, expected \[0, 65535\]"):
         decode(encoded(Image.fromarray(np.array([[0, 70000]], np.int32)), "TIFF"))
 
 
@@ -202,10 +202,10 @@ def test_transparency_is_laid_on_white(photo: np.ndarray, kind: str) -> None:
     alpha = np.linspace(0, 255, photo.shape[1]).astype(np.uint8)[None, :].repeat(photo.shape[0], axis=0)
     full = np.dstack([photo, alpha])
     weight = alpha[:, :, None] / 255
-    wanted = np.rint(photo * weight + 255 * (1 - weight)).astype(np.uint8)
+    expected = np.rint(photo * weight + 255 * (1 - weight)).astype(np.uint8)
     image = Image.fromarray(full)
     given = {"file": encoded(image, "PNG"), "array": full, "Pillow": image}[kind]
-    assert distance(decode(given), wanted) <= 1
+    assert distance(decode(given), expected) <= 1
     assert np.array_equal(decode(given, 4), full)
 
 
@@ -319,7 +319,7 @@ def test_between_the_two_limits_an_image_is_read_in_silence(monkeypatch: pytest.
 def test_other_numbers_of_channels_come_as_arrays() -> None:
     many = np.arange(2 * 3 * 5, dtype=np.uint8).reshape(2, 3, 5)
     assert np.array_equal(decode(many, 5), many)
-    with pytest.raises(ImageError, match=r"cannot be given 5 channels; wanted 1 .* or a uint8 array H W 5"):
+    with pytest.raises(ImageError, match=r"cannot be given 5 channels; expected 1 .* or a uint8 array H W 5"):
         decode(many[:, :, :3], 5)
 
 

@@ -36,12 +36,12 @@ def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
 
 
 def test_an_address_is_not_a_file() -> None:
-    with pytest.raises(NotFoundError, match=r"https://example\.org/cat\.jpg is a URL, wanted a file"):
+    with pytest.raises(NotFoundError, match=r"https://example\.org/cat\.jpg is a URL, expected a file"):
         decode("https://example.org/cat.jpg")
 
 
 def test_a_folder_an_empty_file_and_a_pipe_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match=rf"{tmp_path} is a folder, wanted an image"):
+    with pytest.raises(ImageError, match=rf"{tmp_path} is a folder, expected an image"):
         decode(tmp_path)
     empty = tmp_path / "empty.jpg"
     empty.touch()
@@ -64,7 +64,7 @@ def test_a_name_no_file_can_have() -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"hello, I am a text file", r"starts with b'hello, I am '; wanted JPEG, PNG"),
+        (b"hello, I am a text file", r"starts with b'hello, I am '; expected JPEG, PNG"),
         (b"<!DOCTYPE html><html>404", "web page"),
         (b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
@@ -214,29 +214,29 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
     [
         (
             np.zeros((4, 5, 3), np.float32),
-            r"\(4, 5, 3\) and dtype float32, wanted uint8.*\(x \* 255\)\.round\(\)\.astype",
+            r"\(4, 5, 3\) and dtype float32, expected uint8.*\(x \* 255\)\.round\(\)\.astype",
         ),
         (np.zeros((4, 5, 3), np.uint16), r"dtype uint16.*\(x // 257\)\.astype\(np\.uint8\)"),
         (np.zeros((4, 5), bool), r"dtype bool.*x\.astype\(np\.uint8\) \* 255"),
-        (np.zeros((3, 40, 50), np.uint8), r"has 50 channels, wanted 1, 3 or 4; try x\.transpose\(1, 2, 0\)"),
-        (np.zeros((4, 5, 2), np.uint8), r"has 2 channels, wanted 1, 3 or 4"),
-        (np.zeros((2, 4, 5, 3), np.uint8), r"wanted one image.*list\(x\)"),
-        (np.zeros((5,), np.uint8), r"shape \(5,\), wanted uint8 H W or H W C"),
+        (np.zeros((3, 40, 50), np.uint8), r"has 50 channels, expected 1, 3 or 4; try x\.transpose\(1, 2, 0\)"),
+        (np.zeros((4, 5, 2), np.uint8), r"has 2 channels, expected 1, 3 or 4"),
+        (np.zeros((2, 4, 5, 3), np.uint8), r"expected one image.*list\(x\)"),
+        (np.zeros((5,), np.uint8), r"shape \(5,\), expected uint8 H W or H W C"),
         (np.zeros((0, 5, 3), np.uint8), r"shape \(0, 5, 3\).*at least one pixel"),
         (np.zeros((4, 5, 0), np.uint8), r"at least one pixel"),
         (
             torch.zeros(3, 4, 5),
             r"tensor of shape \(3, 4, 5\) and dtype float32.*\.to\(torch\.uint8\) if it holds \[0, 1\]",
         ),
-        (torch.zeros(40, 50, 3, dtype=torch.uint8), r"has 40 channels, wanted 1, 3 or 4; try x\.permute\(2, 0, 1\)"),
-        (torch.zeros(4, 5, dtype=torch.uint8), r"wanted uint8 C H W; try x\[None\]"),
+        (torch.zeros(40, 50, 3, dtype=torch.uint8), r"has 40 channels, expected 1, 3 or 4; try x\.permute\(2, 0, 1\)"),
+        (torch.zeros(4, 5, dtype=torch.uint8), r"expected uint8 C H W; try x\[None\]"),
         (torch.zeros(2, 3, 4, 5, dtype=torch.uint8), r"list\(x\)"),
         (Image.new("RGB", (0, 5)), r"no pixels: 0 x 5"),
-        (17, r"got int, wanted a path"),
-        (None, r"got NoneType, wanted a path"),
+        (17, r"got int, expected a path"),
+        (None, r"got NoneType, expected a path"),
     ],
 )
-def test_what_is_no_image_says_what_was_wanted(array: Any, message: str) -> None:
+def test_what_is_no_image_says_what_was_expected(array: Any, message: str) -> None:
     with pytest.raises(ImageError, match=message):
         decode(array)
 

@@ -80,13 +80,13 @@ def test_whole_images_have_pillows_pixels(
     data = encoded(
         scene(height, width, mode), "JPEG", subsampling=subsampling, progressive=progressive, quality=quality
     )
-    wanted = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     found = jpeg.parse_header(data)
     assert found is not None
     assert (found.height, found.width, found.gray) == (height, width, mode == "L")
     assert jpeg.decode_pixels(found) is not None
-    assert np.array_equal(decode(data), wanted)
-    assert np.array_equal(np.asarray(open_image(data)), wanted)
+    assert np.array_equal(decode(data), expected)
+    assert np.array_equal(np.asarray(open_image(data)), expected)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
@@ -135,12 +135,12 @@ def test_real_photographs_have_pillows_pixels(imagenet_val: Any) -> None:
 
 def test_a_library_with_other_pixels_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(scene(30, 40), "JPEG")
-    wanted = decode(data)
+    expected = decode(data)
     genuine = simplejpeg.decode_jpeg
     monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *a, **k: genuine(*a, **k) ^ 1)
     jpeg.verified_simplejpeg.cache_clear()
     assert jpeg.verified_simplejpeg() is None
-    assert np.array_equal(decode(data), wanted)
+    assert np.array_equal(decode(data), expected)
     monkeypatch.undo()
     jpeg.verified_simplejpeg.cache_clear()
 
@@ -154,20 +154,20 @@ def test_tags_turn_images_as_pillow_alone_does(orientation: int) -> None:
     found = open_jpeg(data)
     assert found is not None
     with pillow_alone():
-        wanted = decode(data)
-    assert np.array_equal(decode(data), wanted)
-    assert np.array_equal(np.asarray(open_image(data)), wanted)
-    assert np.array_equal(found.pixels(), wanted)
-    assert found.size == wanted.shape[:2]
+        expected = decode(data)
+    assert np.array_equal(decode(data), expected)
+    assert np.array_equal(np.asarray(open_image(data)), expected)
+    assert np.array_equal(found.pixels(), expected)
+    assert found.size == expected.shape[:2]
 
 
 def test_a_tag_in_xmp_counts_where_there_is_no_other() -> None:
     xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
     data = encoded(scene(20, 30), "JPEG", xmp=xmp)
     with pillow_alone():
-        wanted = decode(data)
-    assert wanted.shape == (30, 20, 3)
-    assert np.array_equal(decode(data), wanted)
+        expected = decode(data)
+    assert expected.shape == (30, 20, 3)
+    assert np.array_equal(decode(data), expected)
 
 
 # Whole or not at all
@@ -256,8 +256,8 @@ def test_a_smaller_image_looks_like_the_large_one(scale: int) -> None:
     large = scene(32, 40).resize((640, 512), Image.Resampling.BICUBIC)
     found = open_jpeg(encoded(large, "JPEG", quality=95))
     assert found is not None
-    wanted = np.asarray(large.reduce(scale)).astype(int)
-    assert np.abs(found.pixels(scale).astype(int) - wanted).mean() < 2
+    expected = np.asarray(large.reduce(scale)).astype(int)
+    assert np.abs(found.pixels(scale).astype(int) - expected).mean() < 2
 
 
 def test_a_smaller_image_stands_upright_too() -> None:
@@ -348,7 +348,7 @@ def test_where_the_end_of_the_data_is_not_to_be_seen_all_is_unpacked(options: di
 
 
 @pytest.mark.parametrize("scale", [1, 4])
-def test_a_cut_off_file_is_refused_whatever_part_is_wanted(scale: int) -> None:
+def test_a_cut_off_file_is_refused_whatever_part_is_expected(scale: int) -> None:
     whole = encoded(noisy(300, 300), "JPEG")
     for left in range(len(whole) // 3, len(whole) - 2, 501):
         found = open_jpeg(whole[:left])
@@ -366,9 +366,9 @@ def test_damage_above_is_judged_as_pillow_alone_judges_it() -> None:
         found = open_jpeg(bytes(data))
         assert found is not None
         with pillow_alone():
-            wanted = attempt(bytes(data))
-        if isinstance(wanted, str):
+            expected = attempt(bytes(data))
+        if isinstance(expected, str):
             with pytest.raises(ImageError):
                 found.crop((150, 0, 20, 40))
         else:
-            assert np.array_equal(found.crop((150, 0, 20, 40)), wanted[150:170, :40])
+            assert np.array_equal(found.crop((150, 0, 20, 40)), expected[150:170, :40])

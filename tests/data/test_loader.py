@@ -110,8 +110,8 @@ def test_batches_are_what_the_definition_says(photos: list[Path]) -> None:
             if min(h, w) >= 2 * 33:
                 continue  # decoded smaller
             part = Image.fromarray(pixels[top : top + h, left : left + w])
-            wanted = np.asarray(part.resize((32, 32), Image.Resampling.BILINEAR)).astype(int)
-            assert np.abs(image.permute(1, 2, 0).numpy() - wanted).max() <= 1
+            expected = np.asarray(part.resize((32, 32), Image.Resampling.BILINEAR)).astype(int)
+            assert np.abs(image.permute(1, 2, 0).numpy() - expected).max() <= 1
 
 
 def test_every_epoch_has_every_image(photos: list[Path]) -> None:
@@ -265,8 +265,8 @@ def test_evaluation_sees_preprocess_to_the_bit(
     for _ in range(2):  # the second time from the cache
         batches = collect(evaluation_batches(source, preprocess=preprocess, batch_size=10, device="cpu", config=config))
         images = torch.cat([b.images for b in batches])[:41]
-        wanted = np.stack([Preprocess(preprocess).pixels(p) for p in photos])
-        assert np.array_equal(images.permute(0, 2, 3, 1), wanted)
+        expected = np.stack([Preprocess(preprocess).pixels(p) for p in photos])
+        assert np.array_equal(images.permute(0, 2, 3, 1), expected)
         assert torch.cat([b.targets for b in batches])[:41].tolist() == [i % 3 for i in range(41)]
 
 

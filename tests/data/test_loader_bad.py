@@ -148,7 +148,7 @@ def test_cached_images_are_refused_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "wanted"),
+    ("reason", "expected"),
     [
         ("/home/me/my photos/cat/a.png is empty (0 bytes)", "cat/a.png is empty (0 bytes)"),
         ("/home/me/train-0.tar is damaged", "train-0.tar is damaged"),
@@ -156,7 +156,7 @@ def test_cached_images_are_refused_again() -> None:
         ("cat/a.png is empty", "cat/a.png is empty"),
     ],
 )
-def test_reasons_hold_no_folders_of_this_machine(reason: str, wanted: str):
+def test_reasons_hold_no_folders_of_this_machine(reason: str, expected: str):
     bad = BadImages("photos", 10, None)
     bad.add("cat/a.png", reason)
-    assert bad.reasons == {"cat/a.png": wanted}
+    assert bad.reasons == {"cat/a.png": expected}

@@ -245,8 +245,8 @@ def test_without_antialias_is_torchs_interpolate(height: int, width: int, rows: 
     image = np.array(drawn(height, width))
     got = Preprocess(PreprocessConfig(image_size=(rows, columns), antialias=False)).prepare(image)
     floats = torch.from_numpy(image).permute(2, 0, 1)[None].float()
-    wanted = torch.nn.functional.interpolate(floats, (rows, columns), mode="bilinear", align_corners=False)[0]
-    torch.testing.assert_close(got, wanted / 127.5 - 1, rtol=0, atol=1e-5)
+    expected = torch.nn.functional.interpolate(floats, (rows, columns), mode="bilinear", align_corners=False)[0]
+    torch.testing.assert_close(got, expected / 127.5 - 1, rtol=0, atol=1e-5)
 
 
 def test_antialias_makes_a_difference_only_when_shrinking() -> None:
@@ -329,7 +329,7 @@ def test_one_image_several_and_none() -> None:
         assert torch.equal(one[None], prepare(image))
     assert torch.equal(prepare(iter(images)), several)
     assert prepare([]).shape == (0, 3, 224, 224)
-    with pytest.raises(ImageError, match="got int, wanted a path"):
+    with pytest.raises(ImageError, match="got int, expected a path"):
         prepare(17)  # type: ignore[arg-type]
 
 
@@ -378,7 +378,7 @@ def test_normalize_leaves_its_input_alone_and_carries_gradients() -> None:
 
 
 def test_normalize_wants_channels_first() -> None:
-    with pytest.raises(ImageError, match=r"shape \(1, 8, 8, 3\), wanted B 3 H W"):
+    with pytest.raises(ImageError, match=r"shape \(1, 8, 8, 3\), expected B 3 H W"):
         Preprocess(PreprocessConfig(image_size=8)).normalize(torch.zeros(1, 8, 8, 3, dtype=torch.uint8))
 
 
@@ -393,9 +393,9 @@ def test_normalize_can_be_exported_and_compiled() -> None:
     preprocess._cached_constant.cache_clear()  # so that a tensor of the trace would be kept, were it kept
     exported = torch.export.export(Normalize(), (batch,)).module()
     compiled = torch.compile(Normalize(), backend="aot_eager", fullgraph=True)
-    wanted = prepare.normalize(batch)
-    torch.testing.assert_close(exported(batch), wanted)
-    torch.testing.assert_close(compiled(batch), wanted)
+    expected = prepare.normalize(batch)
+    torch.testing.assert_close(exported(batch), expected)
+    torch.testing.assert_close(compiled(batch), expected)
 
 
 # Real images

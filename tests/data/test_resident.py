@@ -78,9 +78,9 @@ def test_images_of_one_size_stay_at_that_size(pixels: np.ndarray, make: Any, wor
 def test_what_a_batch_holds_may_be_changed(pixels: np.ndarray) -> None:
     source = arrays(pixels)
     first = next(train(source))
-    wanted = first.images.clone()
+    expected = first.images.clone()
     first.images.zero_()
-    assert torch.equal(next(train(source)).images, wanted)
+    assert torch.equal(next(train(source)).images, expected)
 
 
 @pytest.mark.parametrize("make", [arrays, files])
@@ -89,23 +89,23 @@ def test_gray_is_repeated_and_color_becomes_gray(pixels: np.ndarray, make: Any) 
     batch = next(train(make(gray)))
     assert np.array_equal(batch.images.permute(0, 2, 3, 1), gray[batch.indices].repeat(3, axis=3))
     batch = next(train(make(pixels), preprocess=PreprocessConfig(image_size=16, **GRAY)))
-    wanted = [np.asarray(Image.fromarray(p).convert("L")) for p in pixels[batch.indices]]
-    assert np.array_equal(batch.images[:, 0], wanted)
+    expected = [np.asarray(Image.fromarray(p).convert("L")) for p in pixels[batch.indices]]
+    assert np.array_equal(batch.images[:, 0], expected)
 
 
 @pytest.mark.parametrize("crop", ["none", "pad"])
 def test_without_crops_they_stay_as_evaluation_sees_them(pixels: np.ndarray, crop: Any) -> None:
     batch = next(train(arrays(pixels), augment=AugmentConfig(crop=crop)))
-    wanted = [Preprocess(PreprocessConfig(image_size=16)).pixels(p) for p in pixels[batch.indices]]
-    assert np.array_equal(batch.images.permute(0, 2, 3, 1), wanted)
+    expected = [Preprocess(PreprocessConfig(image_size=16)).pixels(p) for p in pixels[batch.indices]]
+    assert np.array_equal(batch.images.permute(0, 2, 3, 1), expected)
 
 
 def test_values_that_are_never_rounded_stay_so(pixels: np.ndarray) -> None:
     preprocess = PreprocessConfig(image_size=16, antialias=False)
     batch = next(train(arrays(pixels), augment=AugmentConfig(crop="none"), preprocess=preprocess))
     assert batch.images.dtype == torch.float32
-    wanted = [Preprocess(preprocess).pixels(p) for p in pixels[batch.indices]]
-    assert np.array_equal(batch.images.permute(0, 2, 3, 1), wanted)
+    expected = [Preprocess(preprocess).pixels(p) for p in pixels[batch.indices]]
+    assert np.array_equal(batch.images.permute(0, 2, 3, 1), expected)
 
 
 # Whether

@@ -154,11 +154,11 @@ def test_shuffled_each_is_a_permutation_for_each_key(size: int, key: int) -> Non
 
 
 def test_shuffled_each_mixes_sizes() -> None:
-    wanted = np.repeat([1, 2, 3, 64, 65, 1000], 50)
-    at = np.arange(300) % wanted
-    got = permute_each(at, wanted, sample_seeds(0, 0, np.arange(300)))
-    assert ((got >= 0) & (got < wanted)).all()
-    alone = [permute_each(at[i : i + 1], wanted[i : i + 1], sample_seeds(0, 0, [i]))[0] for i in range(300)]
+    expected = np.repeat([1, 2, 3, 64, 65, 1000], 50)
+    at = np.arange(300) % expected
+    got = permute_each(at, expected, sample_seeds(0, 0, np.arange(300)))
+    assert ((got >= 0) & (got < expected)).all()
+    alone = [permute_each(at[i : i + 1], expected[i : i + 1], sample_seeds(0, 0, [i]))[0] for i in range(300)]
     assert np.array_equal(got, alone)
 
 
@@ -170,7 +170,7 @@ def test_no_images_is_an_error() -> None:
         Sampler(0, seed=0)
     with pytest.raises(DataError, match="no image has one"):
         Sampler(np.array([-1, -1]), seed=0, mode="balanced")
-    with pytest.raises(DataError, match="hold 5 images, wanted 6"):
+    with pytest.raises(DataError, match="hold 5 images, expected 6"):
         Sampler(6, seed=0, blocks=(2, 3))
 
 

@@ -83,13 +83,13 @@ def test_pixels_on_the_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
 def test_memory_is_not_reused_before_it_is_copied(tmp_path: Path) -> None:
     source = files(tmp_path)
     with train(source, "cpu", 0, steps=60) as loader:
-        wanted = [int(b.images.sum(dtype=torch.int64)) for b in loader]
+        expected = [int(b.images.sum(dtype=torch.int64)) for b in loader]
     sums = []
     with train(source, "cuda", 2, steps=60) as loader:
         for batch in loader:
             torch.cuda._sleep(3_000_000)  # the device is behind, as in training
             sums.append(batch.images.sum(dtype=torch.int64))
-    assert [int(s) for s in sums] == wanted
+    assert [int(s) for s in sums] == expected
 
 
 @pytest.mark.gpu

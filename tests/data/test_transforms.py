@@ -123,9 +123,9 @@ def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(
             scale * round(side / scale) for side in (box[0], box[1], box[0] + box[2], box[1] + box[3])
         )
         part = Image.fromarray(pixels[top:bottom, left:right])
-        wanted = np.asarray(part.resize((64, 64), Image.Resampling.BILINEAR)).astype(int)
-        assert np.abs(row - wanted).mean() < 3
-        assert np.abs(np.roll(row, 1, axis=1) - wanted).mean() > 2.5 * np.abs(row - wanted).mean()
+        expected = np.asarray(part.resize((64, 64), Image.Resampling.BILINEAR)).astype(int)
+        assert np.abs(row - expected).mean() < 3
+        assert np.abs(np.roll(row, 1, axis=1) - expected).mean() > 2.5 * np.abs(row - expected).mean()
 
 
 def test_crops_are_the_same_with_and_without_simplejpeg(large: Image.Image, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,17 +139,17 @@ def test_crops_are_the_same_with_and_without_simplejpeg(large: Image.Image, monk
 @given(
     size=st.tuples(st.integers(1, 5000), st.integers(1, 5000)),
     share=st.tuples(st.floats(0.05, 1), st.floats(0.05, 1)),
-    wanted=st.integers(1, 512),
+    expected=st.integers(1, 512),
 )
 def test_the_scale_is_the_least_that_keeps_the_part_large_enough(
-    size: tuple[int, int], share: tuple[float, float], wanted: int
+    size: tuple[int, int], share: tuple[float, float], expected: int
 ) -> None:
     part = max(1, int(size[0] * share[0])), max(1, int(size[1] * share[1]))
-    scale = choose_decode_scale(size, part, (wanted, wanted))
+    scale = choose_decode_scale(size, part, (expected, expected))
     assert scale in (1, 2, 4, 8)
-    assert scale == 1 or min(part) // scale >= wanted
+    assert scale == 1 or min(part) // scale >= expected
     if scale < 8 and min(size) >= 64:
-        assert min(part) // (2 * scale) <= wanted
+        assert min(part) // (2 * scale) <= expected
 
 
 @settings(max_examples=25)
@@ -167,8 +167,8 @@ def test_what_is_cut_out_of_a_smaller_image_lies_where_it_should(first: int, len
     RandomResizedCrop(PreprocessConfig(image_size=8), AugmentConfig())._write(
         jpeg.crop((first, 0, length, 1000), 8), out
     )
-    wanted = (first + (np.arange(8) + 0.5) * length / 8) / 8 - 0.5
-    apart = np.abs(out[:, 0, 0] - wanted)[1:-1]  # at the ends the filter leans inwards
+    expected = (first + (np.arange(8) + 0.5) * length / 8) / 8 - 0.5
+    apart = np.abs(out[:, 0, 0] - expected)[1:-1]  # at the ends the filter leans inwards
     assert apart.max() <= 2  # half a decoded pixel at each end, rounding, and JPEG
 
 
@@ -178,8 +178,8 @@ def test_resizing_takes_any_number_of_channels(channels: int) -> None:
     out = np.zeros((20, 24, channels), np.uint8)
     resize(part, out, "bilinear")
     for c in range(channels):
-        wanted = Image.fromarray(part[:, :, c]).resize((24, 20), Image.Resampling.BILINEAR)
-        assert distance(out[:, :, c], np.asarray(wanted)) <= 1
+        expected = Image.fromarray(part[:, :, c]).resize((24, 20), Image.Resampling.BILINEAR)
+        assert distance(out[:, :, c], np.asarray(expected)) <= 1
 
 
 def test_resizing_leaves_what_it_is_given_alone() -> None:

@@ -95,11 +95,11 @@ def test_every_image_is_told_of_in_the_order_of_the_source(logits: np.ndarray):
 
 @pytest.mark.parametrize("size", [1, 7, 101, 128])
 def test_the_size_of_batches_does_not_show(size: int):
-    wanted, got = scores(16), scores(size)
-    assert (got.top1, got.top5, got.low, got.high) == (wanted.top1, wanted.top5, wanted.low, wanted.high)
-    assert got.loss == pytest.approx(wanted.loss, rel=1e-6)  # a product's rounding depends on its shape
-    assert np.array_equal(got.confusion, wanted.confusion)
-    assert np.array_equal(got.samples.prediction, wanted.samples.prediction)
+    expected, got = scores(16), scores(size)
+    assert (got.top1, got.top5, got.low, got.high) == (expected.top1, expected.top5, expected.low, expected.high)
+    assert got.loss == pytest.approx(expected.loss, rel=1e-6)  # a product's rounding depends on its shape
+    assert np.array_equal(got.confusion, expected.confusion)
+    assert np.array_equal(got.samples.prediction, expected.samples.prediction)
 
 
 def test_in_double_precision_not_even_the_loss_shows_it():
@@ -143,20 +143,20 @@ def on_ranks(count: int, **options: object) -> list[Scores]:
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_the_number_of_processes_does_not_show(count: int):
-    wanted = scores()
+    expected = scores()
     for got in on_ranks(count):
-        assert (got.top1, got.top5, got.count) == (wanted.top1, wanted.top5, wanted.count)
-        assert got.loss == pytest.approx(wanted.loss, rel=1e-6)
-        assert np.array_equal(got.confusion, wanted.confusion)
-        assert np.array_equal(got.samples.index, wanted.samples.index)
-        assert np.array_equal(got.samples.prediction, wanted.samples.prediction)
+        assert (got.top1, got.top5, got.count) == (expected.top1, expected.top5, expected.count)
+        assert got.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert np.array_equal(got.confusion, expected.confusion)
+        assert np.array_equal(got.samples.index, expected.samples.index)
+        assert np.array_equal(got.samples.prediction, expected.samples.prediction)
 
 
 def test_several_labels_have_the_same_average_precision_on_any_number_of_processes():
     targets = SEVERAL.float()
-    wanted = scores(targets=targets, multi_label=True)
+    expected = scores(targets=targets, multi_label=True)
     for got in on_ranks(3, targets=targets, multi_label=True):
-        np.testing.assert_allclose(got.average_precisions, wanted.average_precisions, rtol=1e-12)
+        np.testing.assert_allclose(got.average_precisions, expected.average_precisions, rtol=1e-12)
 
 
 def test_several_labels_on_several_processes_need_their_rows_joined():
@@ -167,8 +167,8 @@ def test_several_labels_on_several_processes_need_their_rows_joined():
 def test_several_labels_are_scikit_learns(logits: np.ndarray):
     got = scores(targets=SEVERAL.float(), multi_label=True)
     probability, truth = 1 / (1 + np.exp(-logits)), SEVERAL.numpy()
-    wanted = [average_precision_score(truth[:, k], probability[:, k]) for k in range(CLASSES)]
-    np.testing.assert_allclose(got.average_precisions, wanted, rtol=1e-6)
+    expected = [average_precision_score(truth[:, k], probability[:, k]) for k in range(CLASSES)]
+    np.testing.assert_allclose(got.average_precisions, expected, rtol=1e-6)
     assert got.mean_average_precision == pytest.approx(average_precision_score(truth, probability), rel=1e-6)
     losses = -np.where(truth, np.log(probability), np.log1p(-probability)).sum(1)
     assert got.loss == pytest.approx(losses.mean(), rel=1e-6)
@@ -226,7 +226,7 @@ def test_every_part_is_in_its_own_mode_again():
 
 def test_the_mode_comes_back_after_a_failure_too():
     net = Small().train()
-    with pytest.raises(ModelError, match="wanted 3 outputs per image"):
+    with pytest.raises(ModelError, match="expected 3 outputs per image"):
         scores(net=net, num_classes=3)
     assert net.training
 
@@ -235,9 +235,9 @@ def test_bfloat16_is_near_and_the_weights_stay():
     net = Small()
     got = scores(4, net, precision="bfloat16")
     assert net.head.weight.dtype == torch.float32
-    wanted = scores()
-    assert got.loss != wanted.loss
-    assert got.loss == pytest.approx(wanted.loss, rel=0.02)
+    expected = scores()
+    assert got.loss != expected.loss
+    assert got.loss == pytest.approx(expected.loss, rel=0.02)
 
 
 def test_no_gradient_is_kept():
@@ -277,15 +277,15 @@ def test_a_process_without_images_may_take_part():
 
 @pytest.mark.gpu
 def test_a_gpu_finds_the_same():
-    wanted = scores()
+    expected = scores()
     moved = [
         Batch(b.step, b.images.cuda(), b.targets.cuda(), b.weights.cuda(), b.slots, b.indices)
         for b in batches(16, padded=True)
     ]
     got = measure(Small().cuda(), moved, preprocess=PREPROCESS, num_classes=CLASSES)
-    assert (got.top1, got.top5, got.count) == (wanted.top1, wanted.top5, wanted.count)
-    assert got.loss == pytest.approx(wanted.loss, rel=1e-5)
-    assert np.array_equal(got.confusion, wanted.confusion)
+    assert (got.top1, got.top5, got.count) == (expected.top1, expected.top5, expected.count)
+    assert got.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert np.array_equal(got.confusion, expected.confusion)
 
 
 def test_each_image_has_its_rank_its_loss_and_its_five_best(logits: np.ndarray):

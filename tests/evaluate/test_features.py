@@ -71,9 +71,9 @@ def test_the_default_is_what_the_head_sees(name: str):
 )
 def test_the_last_layer_pooled_as_the_network_does_is_what_the_head_sees(name: str, pool: str):
     net = randomized(build(CONFIGS[name]))
-    wanted = net.features(images(), outputs="pooled").pooled
-    assert torch.equal(features(net, pool=pool), wanted)
-    assert torch.equal(features(net, layers=(2,), pool=pool), wanted)
+    expected = net.features(images(), outputs="pooled").pooled
+    assert torch.equal(features(net, pool=pool), expected)
+    assert torch.equal(features(net, layers=(2,), pool=pool), expected)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
@@ -131,7 +131,7 @@ def test_layers_are_those_of_a_plain_pass_wherever_positions_enter(config: dict[
 
 @pytest.mark.parametrize("layer", [-3, 3, 13])
 def test_a_layer_that_does_not_exist_is_one_sentence(layer: int):
-    with pytest.raises(ModelError, match=rf"there is no layer {layer} of 2; wanted 0 to 2\."):
+    with pytest.raises(ModelError, match=rf"there is no layer {layer} of 2; expected 0 to 2\."):
         resolve_features(FeatureSpec(layers=(layer,)), build(small()))
 
 
@@ -140,7 +140,7 @@ def test_what_a_network_does_not_have_is_one_sentence():
         resolve_features(FeatureSpec(pool="token"), build(small(class_token=False, pool="gap")))
     with pytest.raises(ModelError, match="BiT has no tokens"):
         resolve_features(FeatureSpec(pool="token"), bit())
-    with pytest.raises(ModelError, match="there is no stage 0 of 2; wanted 1 to 2"):
+    with pytest.raises(ModelError, match="there is no stage 0 of 2; expected 1 to 2"):
         resolve_features(FeatureSpec(layers=(0,)), bit())
     with pytest.raises(ConfigError, match="no pooling is called 'men'; did you mean 'mean'"):
         FeatureSpec(pool="men")

@@ -31,11 +31,11 @@ def slowly(train: Features, test: Features, dual: bool, ridge: float = 1024.0) -
     mean, std = x.mean(0), x.std(0) + 1e-5
     x, z = ((a - mean) / std for a in (x, z))
     x, z = (np.hstack([a, np.full((len(a), 1), 100.0)]) for a in (x, z))
-    wanted = np.where(y[:, None] == np.arange(len(train.labels)), 1.0, -1.0)
+    expected = np.where(y[:, None] == np.arange(len(train.labels)), 1.0, -1.0)
     if dual:
-        weights = x.T @ np.linalg.solve(x @ x.T + ridge * np.eye(len(x)), wanted)
+        weights = x.T @ np.linalg.solve(x @ x.T + ridge * np.eye(len(x)), expected)
     else:
-        weights = np.linalg.solve(x.T @ x + ridge * np.eye(x.shape[1]), x.T @ wanted)
+        weights = np.linalg.solve(x.T @ x + ridge * np.eye(x.shape[1]), x.T @ expected)
     return z @ weights
 
 
@@ -120,7 +120,7 @@ def test_too_few_of_a_class_is_one_sentence():
 
 def test_one_class_is_one_sentence():
     train = clouds(9, 1, 6)
-    with pytest.raises(DataError, match="all 9 images are 'class 0' \\(features\\); wanted at least two classes"):
+    with pytest.raises(DataError, match="all 9 images are 'class 0' \\(features\\); expected at least two classes"):
         predict_few_shot(train, train, 5, 0, device=CPU)
 
 

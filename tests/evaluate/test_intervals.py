@@ -54,11 +54,11 @@ def test_an_interval_holds_its_share(pair: tuple[int, int]):
 
 def test_the_interval_of_a_mean_is_scipys():
     values = np.random.default_rng(3).exponential(size=400)
-    wanted = stats.bootstrap((values,), np.mean, method="percentile", n_resamples=9999, rng=np.random.default_rng(0))
+    expected = stats.bootstrap((values,), np.mean, method="percentile", n_resamples=9999, rng=np.random.default_rng(0))
     found = intervals.bootstrap_mean(values)
     assert found.value == values.mean()
-    assert found.low == pytest.approx(wanted.confidence_interval.low, abs=0.01)
-    assert found.high == pytest.approx(wanted.confidence_interval.high, abs=0.01)
+    assert found.low == pytest.approx(expected.confidence_interval.low, abs=0.01)
+    assert found.high == pytest.approx(expected.confidence_interval.high, abs=0.01)
 
 
 def test_the_interval_of_a_mean_is_the_same_each_time():
@@ -133,8 +133,10 @@ def test_numbers_found_together_are_those_found_alone_and_images_are_drawn_once(
         return draws(*arguments)
 
     monkeypatch.setattr(intervals, "resample_counts", counted)
-    for found, wanted in zip(intervals.bootstrap_statistics([one, other]), alone, strict=True):
-        assert (found.value, found.low, found.high) == pytest.approx((wanted.value, wanted.low, wanted.high), rel=1e-9)
+    for found, expected in zip(intervals.bootstrap_statistics([one, other]), alone, strict=True):
+        assert (found.value, found.low, found.high) == pytest.approx(
+            (expected.value, expected.low, expected.high), rel=1e-9
+        )
     assert len(passes) == 1
 
 

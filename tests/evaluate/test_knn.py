@@ -99,7 +99,7 @@ def test_progress_counts_every_query():
 
 @pytest.mark.parametrize("k", [0, 11])
 def test_more_neighbors_than_there_are_is_one_sentence(k: int):
-    with pytest.raises(ConfigError, match=rf"k={k} neighbors in a bank of 10 entries; wanted 1 to 10\."):
+    with pytest.raises(ConfigError, match=rf"k={k} neighbors in a bank of 10 entries; expected 1 to 10\."):
         nearest_neighbors(features(10, 4), features(2, 4), k)
 
 
@@ -118,14 +118,14 @@ def test_the_vote_is_dinos():
     bank, queries, k, classes = features(200, 12), features(40, 12, seed=1), 20, 7
     targets = torch.from_numpy(np.random.default_rng(0).integers(0, classes, 200))
     near = nearest_neighbors(bank, queries, k)
-    wanted = np.zeros((40, classes))
+    expected = np.zeros((40, classes))
     for q in range(40):
         for place in range(k):
             weight = np.exp(np.float64(near.similarity[q, place]) / 0.07)
-            wanted[q, targets[near.index[q, place]]] += weight
+            expected[q, targets[near.index[q, place]]] += weight
     got = class_votes(near, targets, classes, k)
-    assert got.numpy() == pytest.approx(wanted, rel=1e-12)
-    assert predicted_classes(got).tolist() == wanted.argmax(1).tolist()
+    assert got.numpy() == pytest.approx(expected, rel=1e-12)
+    assert predicted_classes(got).tolist() == expected.argmax(1).tolist()
 
 
 def test_one_search_serves_smaller_numbers_of_neighbors():

@@ -52,8 +52,8 @@ def test_the_objective_is_scikit_learns_over_c_n():
     """Half the squared weights plus C times the summed loss, by hand: one feature, two images."""
     x, targets = torch.tensor([[1.0], [-1.0]], dtype=torch.float64), torch.tensor([1, 0])
     weights, bias = torch.tensor([[2.0]], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    wanted = np.log1p(np.exp(-2.0)) + 2.0**2 / 2 / (3.0 * 2)
-    assert float(objective(x, targets, weights, bias, 3.0)) == pytest.approx(wanted)
+    expected = np.log1p(np.exp(-2.0)) + 2.0**2 / 2 / (3.0 * 2)
+    assert float(objective(x, targets, weights, bias, 3.0)) == pytest.approx(expected)
 
 
 def test_classes_keep_their_numbers_where_some_do_not_occur():
@@ -137,7 +137,7 @@ def test_many_features_go_to_torch(monkeypatch: pytest.MonkeyPatch):
 
 def test_one_class_is_one_sentence():
     train = overlapping(10, 1, 3)
-    with pytest.raises(DataError, match="wanted at least two classes"):
+    with pytest.raises(DataError, match="expected at least two classes"):
         fit(train, 1.0)
 
 
@@ -149,5 +149,5 @@ def test_one_image_of_each_class_leaves_c_at_one_and_says_so(caplog: pytest.LogC
 
 
 def test_c_is_above_zero():
-    with pytest.raises(ConfigError, match="C=0: wanted a number above 0"):
+    with pytest.raises(ConfigError, match="C=0: expected a number above 0"):
         fit(overlapping(10, 2, 3), 0.0)

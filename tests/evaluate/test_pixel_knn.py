@@ -35,10 +35,10 @@ def halves(train: int = 1200) -> tuple[Arrays, Arrays]:
 def test_it_scores_what_scikit_learn_scores():
     train, test = halves()
     peer = KNeighborsClassifier(3).fit(train.pixels.reshape(len(train), -1).astype(float), train.targets)
-    wanted = peer.predict(test.pixels.reshape(len(test), -1).astype(float))
+    expected = peer.predict(test.pixels.reshape(len(test), -1).astype(float))
     got = pixel_knn_baseline(train, test)
-    assert got.top1 == (wanted == test.targets).mean()
-    assert np.array_equal(got.samples.prediction, wanted)
+    assert got.top1 == (expected == test.targets).mean()
+    assert np.array_equal(got.samples.prediction, expected)
     assert got.confusion.sum() == got.count == len(test)
     assert got.low < got.top1 < got.high
 

@@ -53,7 +53,7 @@ def test_a_task_is_there_where_its_folder_is(tmp_path):
 
 
 def test_no_folder_is_one_sentence(tmp_path):
-    with pytest.raises(NotFoundError, match="wanted one that contains a folder for each task"):
+    with pytest.raises(NotFoundError, match="expected one that contains a folder for each task"):
         locate_tasks(tmp_path / "none", select_tasks([]))
 
 
@@ -77,7 +77,7 @@ def test_a_list_that_is_none_is_one_sentence(tmp_path, text):
     folder.mkdir()
     for name in ("train800", "val200", "test"):
         (folder / f"{name}.txt").write_text(text)
-    with pytest.raises(DataError, match=r"wanted a path, a space and a class index|lists no images"):
+    with pytest.raises(DataError, match=r"expected a path, a space and a class index|lists no images"):
         open_task(DTD, str(folder), tmp_path)
 
 

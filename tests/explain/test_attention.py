@@ -58,8 +58,8 @@ def test_a_walk_sees_what_the_network_computes(name: str):
         out = net.features(images, outputs=want)
         plain = net(images)
     walk = AttentionIterator(net, images)
-    for got, wanted in zip(walk, out.attention, strict=True):
-        torch.testing.assert_close(got, wanted)
+    for got, expected in zip(walk, out.attention, strict=True):
+        torch.testing.assert_close(got, expected)
         torch.testing.assert_close(got.sum(-1), torch.ones(got.shape[:3]))
     torch.testing.assert_close(walk.logits, plain, atol=2e-5, rtol=1e-4)
     if config.pool == "map":
@@ -114,9 +114,9 @@ def test_whoever_rolls_out_measures_or_views_keeps_one_layer_at_a_time(monkeypat
 def test_a_network_in_training_goes_on_training_while_it_is_watched():
     net = randomized(build(small(dropout=0.5))).train()
     images = image(net.config)
-    wanted = [a.clone() for a in AttentionIterator(net.eval(), images)]
+    expected = [a.clone() for a in AttentionIterator(net.eval(), images)]
     net.train()
-    for got, want in zip(AttentionIterator(net, images), wanted, strict=True):
+    for got, want in zip(AttentionIterator(net, images), expected, strict=True):
         assert net.training  # the caller's turn
         assert torch.equal(got, want)
     assert torch.is_grad_enabled()

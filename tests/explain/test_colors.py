@@ -20,8 +20,8 @@ from vitrail.models import build
 def test_components_are_scikit_learns_but_for_the_sign():
     features = torch.randn(2, 3, 4, 10, generator=torch.Generator().manual_seed(1))
     got = principal_components(features).reshape(-1, 3).numpy()
-    wanted = PCA(3, svd_solver="full").fit_transform(features.reshape(-1, 10).double().numpy())
-    for mine, theirs in zip(got.T, wanted.T, strict=True):
+    expected = PCA(3, svd_solver="full").fit_transform(features.reshape(-1, 10).double().numpy())
+    for mine, theirs in zip(got.T, expected.T, strict=True):
         np.testing.assert_allclose(mine * np.sign(mine @ theirs), theirs, atol=1e-9)
 
 

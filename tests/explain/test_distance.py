@@ -70,9 +70,9 @@ def test_a_head_that_looks_everywhere_alike_has_the_mean_of_all_pairs(grid, down
         for a in range(count)
         for b in range(count)
     ]
-    wanted = sum(pairs) / count**2
-    assert float(mean_distances(attention, patch_distances(grid, size), special)) == pytest.approx(wanted)
-    assert uniform_distance(grid, size) == pytest.approx(wanted)
+    expected = sum(pairs) / count**2
+    assert float(mean_distances(attention, patch_distances(grid, size), special)) == pytest.approx(expected)
+    assert uniform_distance(grid, size) == pytest.approx(expected)
 
 
 def test_a_patch_that_looks_at_no_patch_counts_for_nothing():

@@ -110,7 +110,7 @@ def test_a_figure_is_written_by_its_ending_and_the_same_each_time(tmp_path: Path
     for ending in ("png", "jpg", "svg", "pdf"):
         first, second = (canvas.save(figure, tmp_path / f"{n}.{ending}").read_bytes() for n in "ab")
         assert first == second
-    with pytest.raises(ConfigError, match="wanted a file extension out of png, jpg, svg, pdf"):
+    with pytest.raises(ConfigError, match="expected a file extension out of png, jpg, svg, pdf"):
         canvas.save(figure, tmp_path / "d.bmp")
 
 

@@ -114,8 +114,8 @@ def test_patches_lie_on_what_they_cover():
     got = occlusion(net, image, torch.tensor([2]), size=1)
     torch.testing.assert_close(got, occlusion(net, image[:, :, :32, :32], torch.tensor([2]), size=1))
     hiding_all = faithfulness(net, image[0], {"map": got[0]}, 2, steps=1, orders=0)["map"]
-    wanted = faithfulness(net, image[0, :, :32, :32], {"map": got[0]}, 2, steps=1, orders=0)["map"]
-    np.testing.assert_allclose(hiding_all.deletion.values, wanted.deletion.values, atol=1e-6)
+    expected = faithfulness(net, image[0, :, :32, :32], {"map": got[0]}, 2, steps=1, orders=0)["map"]
+    np.testing.assert_allclose(hiding_all.deletion.values, expected.deletion.values, atol=1e-6)
     torch.testing.assert_close(attention_distance(net, image), attention_distance(net, image[:, :, :32, :32]))
 
 
@@ -127,15 +127,15 @@ def test_convolutional_networks_can_be_occluded_too():
 @pytest.mark.parametrize(("size", "stride"), [(0, 1), (5, 1), (2, 3), (2, 0)])
 def test_impossible_windows_are_refused(size: int, stride: int):
     net = build(small())
-    with pytest.raises(ConfigError, match="wanted a square of 1 to 4 patches"):
+    with pytest.raises(ConfigError, match="expected a square of 1 to 4 patches"):
         occlusion(net, torch.randn(1, 3, 32, 32), torch.tensor([0]), size=size, stride=stride)
 
 
 def test_a_blur_is_scipys():
     image = torch.randn(1, 2, 15, 22, dtype=torch.float64)
     got = blurred(image, 2.0)[0].numpy()
-    wanted = np.stack([gaussian_filter(c, 2.0, mode="nearest", radius=6) for c in image[0].numpy()])
-    np.testing.assert_allclose(got, wanted, atol=1e-12)
+    expected = np.stack([gaussian_filter(c, 2.0, mode="nearest", radius=6) for c in image[0].numpy()])
+    np.testing.assert_allclose(got, expected, atol=1e-12)
 
 
 def test_hidden_patches_show_the_filling_and_nothing_else_changes():
@@ -144,9 +144,9 @@ def test_hidden_patches_show_the_filling_and_nothing_else_changes():
     mask = torch.zeros(1, 3, 5, dtype=torch.bool)
     mask[0, 1, 2] = True
     (got,) = mask_patches(image, instead, mask)
-    wanted = image.clone()
-    wanted[:, 4:8, 8:12] = image.mean((1, 2))[:, None, None]
-    assert torch.equal(got, wanted)
+    expected = image.clone()
+    expected[:, 4:8, 8:12] = image.mean((1, 2))[:, None, None]
+    assert torch.equal(got, expected)
     with pytest.raises(ConfigError, match="fill='black'"):
         replacement_pixels(image[None], "black")
 
@@ -187,5 +187,5 @@ def test_curves_do_not_depend_on_the_batch_and_are_the_same_each_time():
 
 def test_explanations_of_different_grids_are_refused():
     net = build(small())
-    with pytest.raises(ConfigError, match="wanted one grid for all"):
+    with pytest.raises(ConfigError, match="expected one grid for all"):
         faithfulness(net, torch.randn(3, 32, 32), {"a": torch.rand(4, 4), "b": torch.rand(2, 2)}, 0)

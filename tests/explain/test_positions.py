@@ -48,9 +48,9 @@ def test_turned_positions_are_compared_by_what_turning_does_to_a_query_and_a_key
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(4000, 1, 1, 64, dtype=torch.float64, generator=generator)
     turned = place(q.expand(-1, -1, 17, -1), q.expand(-1, -1, 17, -1))[0][:, 0, 1:]  # M N K
-    wanted = torch.einsum("mak,mbk->ab", turned, turned) / q.square().sum()
+    expected = torch.einsum("mak,mbk->ab", turned, turned) / q.square().sum()
     got = position_similarity(net).reshape(16, 16)
-    np.testing.assert_allclose(got, wanted.numpy(), atol=0.02)
+    np.testing.assert_allclose(got, expected.numpy(), atol=0.02)
     assert got.min() < 0.5
 
 

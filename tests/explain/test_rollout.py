@@ -109,11 +109,11 @@ def test_other_sizes_have_other_grids():
 def test_a_network_in_training_is_looked_at_as_in_evaluation_and_goes_on_training():
     net = randomized(build(ViTConfig(**small().to_dict() | {"dropout": 0.5, "drop_path": 0.5})))
     images = torch.randn(1, 3, 32, 32)
-    wanted = rollout_map(net.eval(), images)
+    expected = rollout_map(net.eval(), images)
     assert isinstance(net.train(), ViT)
-    assert torch.equal(rollout_map(net, images), wanted)
+    assert torch.equal(rollout_map(net, images), expected)
     assert net.training
-    assert not wanted.requires_grad
+    assert not expected.requires_grad
 
 
 def test_a_network_without_attention_is_refused():

@@ -49,8 +49,8 @@ def test_one_large_token_spoils_no_other():
     x[2] *= 1000
     model = product(weight, True)
     compress(model)
-    got, wanted = run(model, x, DYNAMIC_QUANTIZATION_GROUP_SIZE=group_of(model)), x @ weight.T
-    off = np.linalg.norm(got - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+    got, expected = run(model, x, DYNAMIC_QUANTIZATION_GROUP_SIZE=group_of(model)), x @ weight.T
+    off = np.linalg.norm(got - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert off.max() < 0.03
 
 
@@ -78,7 +78,7 @@ def test_a_network_in_such_integers_is_smaller_and_close_to_the_model(tiny, own,
     batch = np.stack(images)
     exact = kept_engine(tiny.net, tiny.info, "openvino")
     engine = kept_engine(tiny.net, tiny.info, "openvino", "int8")
-    wanted, got = own.logits(batch), engine.logits(batch)
+    expected, got = own.logits(batch), engine.logits(batch)
     assert engine.precision == "int8"
-    assert 0 < np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 0.05
-    np.testing.assert_allclose(exact.logits(batch), wanted, atol=1e-4)
+    assert 0 < np.linalg.norm(got - expected) / np.linalg.norm(expected) < 0.05
+    np.testing.assert_allclose(exact.logits(batch), expected, atol=1e-4)

@@ -45,19 +45,19 @@ def test_a_checkpoint_by_its_path_is_opened(tiny, own, images, tmp_path):
 def test_probabilities_come_back_as_logits_with_the_same_softmax(onnx_file, own, images, engine):
     batch = np.stack(images)
     opened = open_engine(onnx_file.path, engine)
-    got, wanted = (np.exp(x - x.max(1, keepdims=True)) for x in (opened.logits(batch), own.logits(batch)))
-    np.testing.assert_allclose(got, wanted, rtol=1e-4)
+    got, expected = (np.exp(x - x.max(1, keepdims=True)) for x in (opened.logits(batch), own.logits(batch)))
+    np.testing.assert_allclose(got, expected, rtol=1e-4)
     assert (opened.name, opened.precision) == (engine, "float32")
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
 def test_threads_that_ask_at_once_get_their_own_answers(onnx_file, own, images, engine):
     opened = open_engine(onnx_file.path, engine)
-    wanted = opened.logits(np.stack(images))
+    expected = opened.logits(np.stack(images))
     with ThreadPoolExecutor(6) as pool:
         jobs = [pool.submit(opened.logits, images[i % 12][None]) for i in range(120)]
         for i, job in enumerate(jobs):
-            np.testing.assert_allclose(job.result()[0], wanted[i % 12], atol=1e-4)
+            np.testing.assert_allclose(job.result()[0], expected[i % 12], atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_auto_on_a_file_that_nothing_reads_is_one_sentence(tmp_path):
 def test_an_interrupted_call_leaves_the_engine_usable(onnx_file, own, images, monkeypatch):
     opened = open_engine(onnx_file.path, "openvino", lanes=2, threads=2)
     batch = np.stack(images)
-    wanted = opened.logits(batch)
+    expected = opened.logits(batch)
 
     def interrupted(request: object) -> None:
         raise KeyboardInterrupt
@@ -238,7 +238,7 @@ def test_an_interrupted_call_leaves_the_engine_usable(onnx_file, own, images, mo
         for _ in range(5):
             with pytest.raises(KeyboardInterrupt):
                 opened.logits(batch)
-    np.testing.assert_allclose(opened.logits(batch), wanted, atol=1e-6)
+    np.testing.assert_allclose(opened.logits(batch), expected, atol=1e-6)
 
 
 def test_where_nothing_can_be_kept_engines_run_all_the_same(tiny, images, tmp_path, monkeypatch, caplog):
@@ -334,9 +334,9 @@ def test_a_batch_shared_out_among_lanes_gives_each_image_its_own_row(tiny, own, 
             np.testing.assert_allclose(opened.logits(batch), own.logits(batch), atol=1e-4)
         with ThreadPoolExecutor(6) as pool:  # more callers than lanes, batches of every size
             jobs = [(i, 1 + i % 5, pool.submit(opened.logits, np.stack(images[: 1 + i % 5]))) for i in range(40)]
-            wanted = own.logits(np.stack(images))
+            expected = own.logits(np.stack(images))
             for _, count, job in jobs:
-                np.testing.assert_allclose(job.result(), wanted[:count], atol=1e-4)
+                np.testing.assert_allclose(job.result(), expected[:count], atol=1e-4)
     finally:
         torch.set_num_threads(threads)
 

@@ -101,11 +101,11 @@ def test_an_export_that_fails_leaves_what_was_there(tiny, images, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("given", "to", "wanted"),
+    ("given", "to", "expected"),
     [("a", "onnx", "a.onnx"), ("a.xml", "openvino", "a.xml"), (".", "pt2", "model.pt2"), ("v1", "pt2", "v1.pt2")],
 )
-def test_a_name_gets_the_formats_ending(tmp_path, given, to, wanted):
-    assert destination(tmp_path / given, to) == tmp_path / wanted
+def test_a_name_gets_the_formats_ending(tmp_path, given, to, expected):
+    assert destination(tmp_path / given, to) == tmp_path / expected
 
 
 def test_a_name_with_another_ending_is_refused(tmp_path):
@@ -116,7 +116,7 @@ def test_a_name_with_another_ending_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "to", "wanted"),
+    ("name", "to", "expected"),
     [
         ("a.pt2", None, "pt2"),
         ("a.XML", None, "openvino"),
@@ -126,8 +126,8 @@ def test_a_name_with_another_ending_is_refused(tmp_path):
         ("a.onnx", "pt2", "pt2"),
     ],
 )
-def test_an_ending_tells_the_format_unless_one_is_asked_for(name, to, wanted):
-    assert format_of(Path(name), to) == wanted
+def test_an_ending_tells_the_format_unless_one_is_asked_for(name, to, expected):
+    assert format_of(Path(name), to) == expected
 
 
 def test_precisions_go_by_their_short_names_too():
@@ -155,9 +155,9 @@ def test_the_pages_snippet_prepares_images_as_vitrail_does(images, tmp_path, mon
         names: dict[str, Any] = {}
         exec(compile(code, "docs/export.md", "exec"), names)
         np.testing.assert_array_equal(names["pixels"][0], vit.preprocess.pixels("cat.jpg"))
-        wanted = {p.label: p.score for p in vit.predict("cat.jpg", top=5)}
+        expected = {p.label: p.score for p in vit.predict("cat.jpg", top=5)}
         found = dict(zip(names["info"]["labels"], names["probabilities"][0], strict=True))
-        assert found == pytest.approx(wanted, abs=1e-5)
+        assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_formats_of_one_name_lie_side_by_side(tiny, images, tmp_path):
@@ -169,13 +169,13 @@ def test_formats_of_one_name_lie_side_by_side(tiny, images, tmp_path):
 
 def test_a_file_says_what_it_was_made_from_and_not_where_that_lay(tiny, images, tmp_path):
     (tmp_path / "mine.safetensors").touch()
-    for origin, wanted in (
+    for origin, expected in (
         (str(tmp_path / "mine.safetensors"), "mine.safetensors"),
         ("timm/vit_tiny", "timm/vit_tiny"),
     ):
         sheet = Sheet(info=tiny.info.replace(origin=origin), to="onnx")
         made = export(tiny.net, sheet, tmp_path / "tiny.onnx", images, timed=False, overwrite=True)
-        assert open_file(made.path).info.origin == made.sheet.info.origin == wanted
+        assert open_file(made.path).info.origin == made.sheet.info.origin == expected
         everything = made.path.read_bytes() + made.report.read_bytes()
         assert str(tmp_path).encode() not in everything
         assert b"packaged.py" not in everything
@@ -223,8 +223,8 @@ def test_a_fixed_batch_to_calibrate_on_is_filled_with_the_first_images_again(tin
 def test_the_tokens_that_are_no_patches_are_known(tiny):
     assert Sheet(info=tiny.info, to="onnx").special == ("class",)
     config = small(image_size=(32, 48), distilled=True, num_registers=2)
-    wanted = ("class", "distill", "register 1", "register 2")
-    assert Sheet(info=tiny.info.replace(config=config), to="onnx").special == wanted
+    expected = ("class", "distill", "register 1", "register 2")
+    assert Sheet(info=tiny.info.replace(config=config), to="onnx").special == expected
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_the_tokens_that_are_no_patches_are_known(tiny):
         ({"precision": "int4"}, "did you mean 'int8'"),
         ({"precision": "bfloat16"}, "no products in bfloat16"),
         ({"to": "pt2", "precision": "int8"}, "try onnx or openvino"),
-        ({"batch_size": 0}, "wanted 1 image"),
+        ({"batch_size": 0}, "expected 1 image"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_with_the_reason(tiny, options, message):
@@ -281,10 +281,14 @@ TAMPERED = {
     "pixels": (
         ("card", "model", "image_size"),
         4_000_000,
-        "got image_size=4000000x4000000, wanted at most 67,108,864 pixels",
+        "got image_size=4000000x4000000, expected at most 67,108,864 pixels",
     ),
     "prepared": (("card", "preprocess", "image_size"), 4_000_000, "got preprocess.image_size=4000000x4000000"),
-    "registers": (("card", "model", "num_registers"), 10**9, "got 1,000,000,024 patches and registers, wanted at most"),
+    "registers": (
+        ("card", "model", "num_registers"),
+        10**9,
+        "got 1,000,000,024 patches and registers, expected at most",
+    ),
     "classes": (("card", "model", "num_classes"), 10**9, r"got 1000000000 classes .* gives \[5\]"),
 }
 
@@ -341,8 +345,8 @@ def test_networks_for_other_channels_have_images_to_compare_on(tmp_path):
 def test_the_photographs_are_scikit_learns():
     from sklearn.datasets import load_sample_images
 
-    for found, wanted in zip((samples()[0], samples()[8]), load_sample_images().images, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for found, expected in zip((samples()[0], samples()[8]), load_sample_images().images, strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_the_images_to_compare_on_are_all_different():
@@ -362,11 +366,11 @@ def engine_of(tiny, precision: str = "float32", **options: object) -> FileEngine
 
 
 def test_errors_and_agreement_are_counted_by_hand(tiny):
-    wanted = np.array([[3.0, 0, 0, 0, 4], [1, 0, 0, 0, 0], [0, 2, 0, 0, 0], [0, 0, 0, 0, 9]])
-    got = wanted.copy()
+    expected = np.array([[3.0, 0, 0, 0, 4], [1, 0, 0, 0, 0], [0, 2, 0, 0, 0], [0, 0, 0, 0, 9]])
+    got = expected.copy()
     got[0] = [4.0, 0, 0, 0, 3]  # another class
     targets = np.array([0, 0, 0, -1])
-    found = compare.measured(got, wanted, targets, engine_of(tiny))
+    found = compare.measured(got, expected, targets, engine_of(tiny))
     assert (found.images, found.same, found.error) == (4, 3, 1.0)
     assert found.relative == pytest.approx(np.sqrt(2 / (25 + 1 + 4 + 81)))
     assert found.top1 == (pytest.approx(2 / 3), pytest.approx(1 / 3))
@@ -382,27 +386,27 @@ def test_a_model_that_says_the_same_of_every_image_proves_little(tiny):
 
 
 def test_a_tie_within_the_error_is_no_disagreement_in_float32(tiny):
-    wanted = np.array([[1.0, 1.0 + 1e-6, 0, 0, 0]] * 9)
-    got = wanted[:, [1, 0, 2, 3, 4]]
-    found = compare.measured(got, wanted, None, engine_of(tiny))
+    expected = np.array([[1.0, 1.0 + 1e-6, 0, 0, 0]] * 9)
+    got = expected[:, [1, 0, 2, 3, 4]]
+    found = compare.measured(got, expected, None, engine_of(tiny))
     assert (found.same, found.near, found.problem) == (0, 9, "")
 
 
 def test_too_many_other_answers_are_a_disagreement(tiny):
-    wanted = np.tile([1.0, 1.1, 0, 0, 0], (40, 1))
-    got = wanted.copy()
+    expected = np.tile([1.0, 1.1, 0, 0, 0], (40, 1))
+    got = expected.copy()
     got[:20, :2] = [1.06, 1.04]
-    found = compare.measured(got, wanted, None, engine_of(tiny, "int8"))
+    found = compare.measured(got, expected, None, engine_of(tiny, "int8"))
     assert found.relative < compare.TOLERANCE["int8"]
-    assert found.problem == "it names the same class in 20 of 40 images, wanted 90 %"
+    assert found.problem == "it names the same class in 20 of 40 images, expected 90 %"
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_outputs_that_are_no_numbers_never_agree(tiny, bad):
-    wanted = np.ones((2, 5))
-    got = wanted.copy()
+    expected = np.ones((2, 5))
+    got = expected.copy()
     got[1, 1] = bad
-    assert compare.measured(got, wanted, None, engine_of(tiny)).problem
+    assert compare.measured(got, expected, None, engine_of(tiny)).problem
 
 
 def test_probabilities_of_a_model_are_those_of_its_logits():

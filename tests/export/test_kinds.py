@@ -44,7 +44,7 @@ def test_each_format_gives_the_networks_numbers(kind: str, tmp_path: Path):
     pixels = np.random.default_rng(0).integers(0, 256, (3, height, width, 3), dtype=np.uint8)
     if kind == "map, sincos":  # TensorFlow's way to resize rounds nothing
         pixels = pixels.astype(np.float32) * np.float32(0.987)
-    wanted = TorchEngine(vit.net, vit.info).logits(pixels)
+    expected = TorchEngine(vit.net, vit.info).logits(pixels)
     for to, name in (("onnx", "tiny.onnx"), ("pt2", "tiny.pt2")):
         sheet = Sheet(info=vit.info, to=to, answer=answer)  # type: ignore[arg-type]
         path = tmp_path / name
@@ -52,7 +52,7 @@ def test_each_format_gives_the_networks_numbers(kind: str, tmp_path: Path):
         for engine in ("onnxruntime", "openvino") if to == "onnx" else ("torch",):
             opened = open_file(path, engine)
             got = opened.logits(pixels)
-            off = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+            off = np.linalg.norm(got - expected) / np.linalg.norm(expected)
             assert off <= 1e-5, (engine, off)
             np.testing.assert_allclose(opened.logits(pixels[:1]), got[:1], atol=1e-4)
             assert opened.info == vit.info
@@ -78,5 +78,5 @@ def test_a_size_the_model_was_not_made_for_has_its_positions_baked_in(tmp_path: 
     pixels = np.random.default_rng(0).integers(0, 256, (2, 24, 40, 3), dtype=np.uint8)
     images = vit.preprocess.normalize(torch.from_numpy(pixels).permute(0, 3, 1, 2))
     with torch.no_grad():
-        wanted = vit.net(images).numpy()  # resampled on the fly
-    np.testing.assert_allclose(open_file(tmp_path / "larger.pt2").logits(pixels), wanted, atol=1e-5)
+        expected = vit.net(images).numpy()  # resampled on the fly
+    np.testing.assert_allclose(open_file(tmp_path / "larger.pt2").logits(pixels), expected, atol=1e-5)

@@ -130,9 +130,9 @@ def test_the_graph_computes_what_numpy_does_with_rounded_factors(gemm: bool):
     near = (np.clip(np.round(x / step) + zero, 0, 255) - zero) * step
     high, low = (np.maximum(np.sort(sign * weight, axis=0)[-2:], 0).sum(0) for sign in (1, -1))
     steps = np.maximum(high, low) / 127
-    wanted = near @ (np.round(weight / steps) * steps) + 1
+    expected = near @ (np.round(weight / steps) * steps) + 1
     session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
-    np.testing.assert_allclose(session.run(None, {"x": x})[0], wanted, atol=2e-4)
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], expected, atol=2e-4)
 
 
 def test_what_rounding_would_spoil_stays_as_it_was():
@@ -184,10 +184,10 @@ def test_a_network_in_int8_is_smaller_and_runs_in_both_engines(int8_file, own, i
         assert weight.dtype == np.int8
         assert largest_pair(weight, axis).max() <= PAIR
     batch = np.stack(images)
-    wanted = own.logits(batch)
+    expected = own.logits(batch)
     for engine in ("onnxruntime", "openvino"):
         got = open_file(int8_file.path, engine).logits(batch)
-        assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 0.05
+        assert np.linalg.norm(got - expected) / np.linalg.norm(expected) < 0.05
 
 
 EMULATED = """

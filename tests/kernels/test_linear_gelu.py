@@ -22,9 +22,9 @@ pytestmark = pytest.mark.skipif(not linear_gelu._has_onednn(), reason="this PyTo
 def test_the_twins_agree(batch: list[int], inputs: int, outputs: int, with_bias: bool) -> None:
     x, weight = torch.randn(*batch, inputs), torch.randn(outputs, inputs)
     bias = torch.randn(outputs) if with_bias else None
-    got, wanted = linear_gelu_tanh(x, weight, bias), linear_gelu_tanh_reference(x, weight, bias)
-    assert got.shape == wanted.shape
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    got, expected = linear_gelu_tanh(x, weight, bias), linear_gelu_tanh_reference(x, weight, bias)
+    assert got.shape == expected.shape
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_strided_inputs_agree() -> None:
@@ -34,7 +34,7 @@ def test_strided_inputs_agree() -> None:
 
 def test_it_is_used_exactly_where_nothing_can_tell() -> None:
     layer, x = nn.Linear(16, 24), torch.randn(4, 16)
-    assert not can_fuse_linear_gelu(layer, x), "gradients may be wanted"
+    assert not can_fuse_linear_gelu(layer, x), "gradients may be expected"
     with torch.no_grad():
         assert can_fuse_linear_gelu(layer, x)
         assert not can_fuse_linear_gelu(nn.Linear(16, 24).double(), x.double())
@@ -55,10 +55,10 @@ def test_hooks_wrappers_and_counters_see_every_layer(grad: bool) -> None:
     mlp, x = MLP(ViTConfig(width=16, num_heads=2, mlp_dim=24)), torch.randn(4, 16)
     seen: list[str] = []
     with torch.set_grad_enabled(grad):
-        wanted = mlp(x)
+        expected = mlp(x)
         for name, layer in mlp.named_children():
             layer.register_forward_hook(lambda *_, name=name: seen.append(name))
-        assert relative(mlp(x), wanted) <= 1e-6
+        assert relative(mlp(x), expected) <= 1e-6
         assert seen == ["up", "down"]
         mlp = MLP(ViTConfig(width=16, num_heads=2, mlp_dim=24))
         with FlopCounterMode(display=False) as counter:

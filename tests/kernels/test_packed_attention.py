@@ -35,8 +35,8 @@ def test_the_twins_agree_forward_and_backward(batch: int, tokens: int, heads: in
     for attention in (packed_attention_reference, packed_attention):
         out = attention(qkv, heads)
         found.append((out, *torch.autograd.grad(out, qkv, grad)))
-    for wanted, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_its_derivative_is_the_slope() -> None:

@@ -30,14 +30,14 @@ def test_tokens_stay_in_bfloat16(config: ViTConfig, train: bool) -> None:
 @pytest.mark.parametrize("options", [{}, {"layer_scale": 0.1, "pre_norm": True, "qk_norm": True, "num_registers": 2}])
 def test_logits_and_gradients_are_those_of_float32_to_a_few_percent(position: str, options: dict[str, object]) -> None:
     net = randomized(build(ViTConfig(**SMALL, position=position, **options))).train()
-    images, wanted = torch.randn(8, 3, 32, 32), []
+    images, expected = torch.randn(8, 3, 32, 32), []
     for on in (False, True):
         net.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
             logits = net(images)
         logits.float().square().mean().backward()
-        wanted.append((logits, torch.cat([p.grad.flatten() for p in net.parameters()])))
-    for exact, rough in zip(*wanted, strict=True):
+        expected.append((logits, torch.cat([p.grad.flatten() for p in net.parameters()])))
+    for exact, rough in zip(*expected, strict=True):
         assert relative(rough, exact) <= 0.03
 
 

@@ -167,7 +167,7 @@ def test_what_bit_does_not_have_is_refused(name: str):
 
 def test_images_of_another_kind_are_refused():
     net = BiT(SMALL)
-    with pytest.raises(ModelError, match=r"wanted images as B 3 H W, got \(1, 1, 32, 32\)"):
+    with pytest.raises(ModelError, match=r"expected images as B 3 H W, got \(1, 1, 32, 32\)"):
         net(torch.randn(1, 1, 32, 32))
     with pytest.raises(ModelError, match="uint8; preprocess"):
         net(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))

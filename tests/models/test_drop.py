@@ -178,8 +178,8 @@ def test_a_compiled_network_drops_the_same_and_is_not_compiled_again_each_step(c
     net.gradient_checkpointing = checkpointing
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     for step in range(3):
-        wanted, got = net(images, seeds_for(3, step)), compiled(images, seeds_for(3, step))
-        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+        expected, got = net(images, seeds_for(3, step)), compiled(images, seeds_for(3, step))
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
         got.sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 

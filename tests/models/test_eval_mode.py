@@ -93,7 +93,7 @@ def test_measuring_in_training_mode_gives_the_same_and_changes_no_mode(tmp_path:
 
 def test_an_exception_restores_the_modes_too() -> None:
     vit = learning()
-    with unchanged(vit.net), pytest.raises(ModelError, match="wanted images"), eval_mode(vit.net):
+    with unchanged(vit.net), pytest.raises(ModelError, match="expected images"), eval_mode(vit.net):
         vit.net(torch.zeros(1))
 
 

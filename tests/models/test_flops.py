@@ -24,7 +24,7 @@ def test_a_training_step_is_counted_as_torch_counts_it(train: str | int):
     images = torch.randn(2, 3, 16, 16)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         learner(images, torch.tensor([1, 2]), torch.ones(2))["loss"].backward()
-    wanted = training_flops(TINY, train)
+    expected = training_flops(TINY, train)
     # Nobody needs the gradient of the lowest input: of the images, or of what the lowest block that learns is given.
-    assert 0.85 * wanted <= counter.get_total_flops() / 2 <= wanted
+    assert 0.85 * expected <= counter.get_total_flops() / 2 <= expected
     assert training_flops(TINY, "all") == 3 * count_flops(TINY)

@@ -34,10 +34,10 @@ def test_a_traced_graph_trains_and_draws_like_the_network(kind: str) -> None:
     net = randomized(build(KINDS[kind])).train()
     graph, images = fx.symbolic_trace(net), torch.randn(2, 3, 32, 32)
     torch.manual_seed(0)
-    wanted = net(images)
+    expected = net(images)
     torch.manual_seed(0)
     got = graph(images)
-    assert relative(got, wanted) <= 1e-5
+    assert relative(got, expected) <= 1e-5
     got.sum().backward()
     assert all(p.grad is not None for p in net.parameters())
 
@@ -56,7 +56,7 @@ def test_a_graph_traced_after_evaluation_follows_its_weights() -> None:
 def test_checks_stay_for_images() -> None:
     net = randomized(build(KINDS["plain"]))
     fx.symbolic_trace(net)
-    with pytest.raises(ValueError, match="wanted images as B 3 H W"):
+    with pytest.raises(ValueError, match="expected images as B 3 H W"):
         net(torch.randn(2, 1, 32, 32))
     with pytest.raises(ValueError, match="uncovered"):
         net(torch.randn(2, 3, 33, 32))

@@ -28,10 +28,10 @@ def _exact_products() -> None:
 def test_the_same_logits_as_on_the_cpu(kind: str) -> None:
     net, images = randomized(build(KINDS[kind])), torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        wanted = net(images)
+        expected = net(images)
         cuda = net.cuda()
-        assert relative(cuda(images.cuda()).cpu(), wanted) <= 1e-5
-        assert relative(cuda.features(images.cuda(), outputs="logits").logits.cpu(), wanted) <= 1e-5
+        assert relative(cuda(images.cuda()).cpu(), expected) <= 1e-5
+        assert relative(cuda.features(images.cuda(), outputs="logits").logits.cpu(), expected) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_compiles_with_inductor_for_training_and_evaluation(kind: str) -> None:
 def test_bf16_autocast_is_within_a_few_percent_and_attention_agrees(name: str) -> None:
     net, images = randomized(build(config_from_name(name))).cuda(), torch.randn(4, 3, 224, 224, device="cuda")
     with torch.no_grad():
-        wanted = net(images)
+        expected = net(images)
         with torch.autocast("cuda", torch.bfloat16):
-            assert relative(net(images), wanted) <= 0.03
+            assert relative(net(images), expected) <= 0.03
         out = net.features(images, outputs=("logits", "attention"))
-        assert relative(out.logits, wanted) <= 1e-5
+        assert relative(out.logits, expected) <= 1e-5
         assert len(out.attention) == 12
 
 
@@ -88,10 +88,10 @@ def test_a_sample_drops_the_same_as_on_the_cpu(compiled: bool) -> None:
     )
     net, images = randomized(build(config)).double().train(), torch.randn(4, 3, 32, 32).double()
     keys = torch.randint(1 << 62, (4,))
-    wanted = net(images, keys)
+    expected = net(images, keys)
     cuda = net.cuda()
     run = torch.compile(cuda, fullgraph=True) if compiled else cuda
-    torch.testing.assert_close(run(images.cuda(), keys.cuda()).cpu(), wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(run(images.cuda(), keys.cuda()).cpu(), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_another_size_is_resampled_on_the_device_and_remembered() -> None:

@@ -41,10 +41,10 @@ def check(config: ViTConfig | BiTConfig) -> None:
         assert (name in decayed) == bool(KERNEL.fullmatch(name)), name
         assert parameter.ndim > 1 or name not in decayed
         assert 0 <= net.layer_id(name) <= top
-        assert net.layer_id(name) == wanted_depth(config, name, top), name
+        assert net.layer_id(name) == expected_depth(config, name, top), name
 
 
-def wanted_depth(config: ViTConfig | BiTConfig, name: str, top: int) -> int:
+def expected_depth(config: ViTConfig | BiTConfig, name: str, top: int) -> int:
     parts = name.split(".")
     if isinstance(config, BiTConfig):
         units = [(s, u) for s, count in enumerate(config.layers) for u in range(count)]

@@ -58,12 +58,12 @@ def test_layers_are_those_of_timm(kind: str, norm: bool) -> None:
     net = vitrail.load(theirs).net
     with torch.no_grad():
         for layers in ([1, 3, 5], [-1], [0, -2]):
-            wanted = theirs.forward_intermediates(
+            expected = theirs.forward_intermediates(
                 images(), layers, return_prefix_tokens=True, norm=norm, intermediates_only=True
             )
             names = ("patch_maps", "prefix_tokens", "tokens")
             got = net.features(images(), names, layers=layers, norm=norm)
-            for i, (maps, prefix) in enumerate(wanted):
+            for i, (maps, prefix) in enumerate(expected):
                 assert relative(got.patch_maps[i], maps.permute(0, 2, 3, 1)) <= 1e-5
                 assert relative(got.prefix_tokens[i], prefix) <= 1e-5
                 assert torch.equal(
@@ -92,7 +92,7 @@ def test_layers_alone_means_their_tokens_and_nothing_else() -> None:
     done = counted(net, net.blocks)
     out = net.features(images(), layers=[1, 3])
     assert [t.shape for t in out.tokens] == [(2, 17, 32)] * 2
-    assert done == [0, 1, 2, 3]  # and not those after the last one wanted
+    assert done == [0, 1, 2, 3]  # and not those after the last one expected
     assert out.logits is None
     net.features(images(), ("logits", "tokens"), layers=[1])
     assert done[4:] == [0, 1, 2, 3, 4, 5]
@@ -141,12 +141,12 @@ def test_a_bit_has_stages() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layers": [6]}, "there is no layer 6; wanted 0 to 5, or -1 for the last"),
+        ({"layers": [6]}, "there is no layer 6; expected 0 to 5, or -1 for the last"),
         ({"layers": [-7]}, "there is no layer -7"),
         ({"layers": []}, "layers is empty"),
-        ({"layers": 3}, r"layers=3: wanted a list of layers, such as \[3\]"),
-        ({"layers": "3"}, "layers=3: wanted a list of layers"),
-        ({"layers": [1.5]}, r"layers=\[1.5\]: wanted a list of layers"),
+        ({"layers": 3}, r"layers=3: expected a list of layers, such as \[3\]"),
+        ({"layers": "3"}, "layers=3: expected a list of layers"),
+        ({"layers": [1.5]}, r"layers=\[1.5\]: expected a list of layers"),
         ({"layers": [3], "outputs": "logits"}, "layers chooses among attention, feature_maps, .*; got outputs=logits"),
         ({"layers": [3], "outputs": "feature_maps"}, "'patch_maps' are each layer's"),
     ],

@@ -29,8 +29,8 @@ CONFIG = ViTConfig(image_size=(12, 16), patch_size=4, width=16, depth=2, num_hea
 def test_google_resampling_is_scipys_zoom() -> None:
     ndimage = pytest.importorskip("scipy.ndimage")
     table = torch.randn(5, 5, 8)
-    wanted = ndimage.zoom(table.numpy(), (9 / 5, 7 / 5, 1), order=1)
-    assert np.abs(resample(table, (9, 7), "google").numpy() - wanted).max() <= 1e-6
+    expected = ndimage.zoom(table.numpy(), (9 / 5, 7 / 5, 1), order=1)
+    assert np.abs(resample(table, (9, 7), "google").numpy() - expected).max() <= 1e-6
 
 
 def cubic(t: float, a: float) -> float:
@@ -74,8 +74,8 @@ def test_bicubic_conventions_are_their_definitions(
 ) -> None:
     table = torch.randn(5, 6, 4, dtype=torch.float64)
     rows = along(table.numpy(), grid[0], **how)
-    wanted = along(rows.transpose(1, 0, 2), grid[1], **how).transpose(1, 0, 2)
-    assert np.abs(resample(table, grid, convention).numpy() - wanted).max() <= 1e-6
+    expected = along(rows.transpose(1, 0, 2), grid[1], **how).transpose(1, 0, 2)
+    assert np.abs(resample(table, grid, convention).numpy() - expected).max() <= 1e-6
 
 
 def test_the_conventions_really_differ() -> None:
@@ -116,8 +116,8 @@ def test_sincos_is_columns_then_rows() -> None:
     for y in range(3):
         for x in range(5):
             omega = [10_000 ** -(i / 3) for i in range(4)]
-            wanted = [f(at * o) for at in (x, y) for f in (math.sin, math.cos) for o in omega]
-            assert got[y, x].tolist() == pytest.approx(wanted)
+            expected = [f(at * o) for at in (x, y) for f in (math.sin, math.cos) for o in omega]
+            assert got[y, x].tolist() == pytest.approx(expected)
 
 
 @settings(max_examples=10)
@@ -131,13 +131,13 @@ def test_relative_attention_is_its_definition(registers: int, class_token: bool)
     q2, k2, bias = position((3, 4), q)(q, keys)
     assert q2 is q
     assert k2 is keys
-    wanted = torch.zeros(1, heads, special + count, special + count)
+    expected = torch.zeros(1, heads, special + count, special + count)
     for h in range(heads):
         for i in range(count):
             for j in range(count):
                 embedding = position.offsets[i - j + count - 1].view(heads, k)[h]
-                wanted[0, h, special + i, special + j] = q[0, h, special + i] @ embedding / math.sqrt(k)
-    assert relative(bias + 1, wanted + 1) <= 1e-6
+                expected[0, h, special + i, special + j] = q[0, h, special + i] @ embedding / math.sqrt(k)
+    assert relative(bias + 1, expected + 1) <= 1e-6
 
 
 def test_rope_turns_pairs_by_the_place_of_the_patch() -> None:
@@ -171,5 +171,5 @@ def test_positions_come_in_where_they_are_said_to(place: str) -> None:
                 position = net.positions[i if place == "layers" else 0]
                 x = x + torch.cat([position.prefix, position.table.flatten(0, 1)])
             x = block(x)
-        wanted = net.head(F.layer_norm(x, (16,), net.norm.weight, net.norm.bias, 1e-6)[:, 0])
-        assert relative(net(images), wanted) <= 1e-6
+        expected = net.head(F.layer_norm(x, (16,), net.norm.weight, net.norm.bias, 1e-6)[:, 0])
+        assert relative(net(images), expected) <= 1e-6

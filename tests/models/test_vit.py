@@ -129,8 +129,8 @@ def test_any_size_at_run_time_equals_a_permanent_resize(config: ViTConfig, size:
 def test_patch_projection_is_the_strided_convolution() -> None:
     project = randomized(PatchEmbed(3, 8, (4, 2)))
     images = torch.randn(2, 3, 12, 10)
-    wanted = F.conv2d(images, project.weight, project.bias, stride=(4, 2)).permute(0, 2, 3, 1)
-    assert relative(project(images), wanted) <= 1e-6
+    expected = F.conv2d(images, project.weight, project.bias, stride=(4, 2)).permute(0, 2, 3, 1)
+    assert relative(project(images), expected) <= 1e-6
 
 
 def test_uncovered_edges_are_left_out_as_a_convolution_does() -> None:
@@ -138,8 +138,8 @@ def test_uncovered_edges_are_left_out_as_a_convolution_does() -> None:
     assert net.config.grid == (4, 4)
     images = torch.randn(1, 3, 18, 19)
     with torch.no_grad():
-        wanted = F.conv2d(images, net.patch.weight, net.patch.bias, stride=4).flatten(2).mT
-        assert relative(net.patch(net.crop_to_patches(images)).flatten(1, 2), wanted) <= 1e-5
+        expected = F.conv2d(images, net.patch.weight, net.patch.bias, stride=4).flatten(2).mT
+        assert relative(net.patch(net.crop_to_patches(images)).flatten(1, 2), expected) <= 1e-5
         assert torch.equal(net(images), net(images[:, :, :16, :16]))
     with pytest.raises(ModelError, match="uncovered"):
         net(torch.zeros(1, 3, 3, 16))
@@ -248,7 +248,7 @@ def test_resampled_positions_are_remembered_in_evaluation_only() -> None:
     net(images).sum().backward()
     assert position._cache is None
     assert position.table.grad.abs().sum() > 0
-    net.eval()(images).sum().backward()  # gradients may be wanted in evaluation mode too
+    net.eval()(images).sum().backward()  # gradients may be expected in evaluation mode too
     assert position._cache is None
 
 
@@ -288,12 +288,12 @@ def test_other_channels_answer_alike_to_a_gray_image(channels: int) -> None:
     net = randomized(ViT(small()))
     gray = torch.randn(1, 1, 16, 16)
     with torch.no_grad():
-        wanted = net(gray.expand(-1, 3, -1, -1))
+        expected = net(gray.expand(-1, 3, -1, -1))
         got = net.with_channels(channels)(gray.expand(-1, channels, -1, -1))
     if channels in (1, 6):
-        assert relative(got, wanted) <= 1e-5
+        assert relative(got, expected) <= 1e-5
     else:
-        assert got.shape == wanted.shape
+        assert got.shape == expected.shape
     weight = torch.randn(8, 3, 2, 2)
     assert adapt_channels(weight, 3) is weight
 
@@ -304,24 +304,24 @@ def test_every_precision_stays_what_it_is(position: str, dtype: torch.dtype) -> 
     net = randomized(ViT(small(position=position)))
     images = torch.randn(1, 3, 16, 16)
     with torch.no_grad():
-        wanted = net(images)
+        expected = net(images)
         got = net.to(dtype)(images.to(dtype))
     assert got.dtype == dtype
-    assert relative(got, wanted) <= (1e-5 if dtype == torch.float64 else 0.02)
+    assert relative(got, expected) <= (1e-5 if dtype == torch.float64 else 0.02)
 
 
 def test_threads_with_other_grids_do_not_meet_in_the_cache() -> None:
     net = randomized(ViT(small(depth=1)))
     position, like = net.positions[0], torch.zeros(1)
     with torch.no_grad():
-        wanted = {grid: position.build_table(grid, like) for grid in ((4, 4), (2, 8), (8, 2))}
+        expected = {grid: position.build_table(grid, like) for grid in ((4, 4), (2, 8), (8, 2))}
 
     def ask(grid: tuple[int, int]) -> bool:
         with torch.no_grad():
-            return all(torch.equal(position(grid, like), wanted[grid]) for _ in range(300))
+            return all(torch.equal(position(grid, like), expected[grid]) for _ in range(300))
 
     with ThreadPoolExecutor(3) as pool:
-        assert all(pool.map(ask, wanted))
+        assert all(pool.map(ask, expected))
 
 
 def test_weights_may_be_mapped_over_as_ensembles_do() -> None:
@@ -338,9 +338,9 @@ def test_weights_may_be_mapped_over_as_ensembles_do() -> None:
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        (torch.zeros(3, 16, 16), "wanted images as B 3 H W, got \\(3, 16, 16\\)"),
-        (torch.zeros(1, 1, 16, 16), "wanted images as B 3 H W"),
-        (torch.zeros(1, 3, 16, 16, dtype=torch.uint8), "wanted normalized float images, got torch.uint8"),
+        (torch.zeros(3, 16, 16), "expected images as B 3 H W, got \\(3, 16, 16\\)"),
+        (torch.zeros(1, 1, 16, 16), "expected images as B 3 H W"),
+        (torch.zeros(1, 3, 16, 16, dtype=torch.uint8), "expected normalized float images, got torch.uint8"),
         (torch.zeros(1, 3, 18, 16), "patch_size=4 leaves 2 px of the image's height 18 uncovered; try height 16 or 20"),
         (torch.zeros(1, 3, 16, 2), "try width 4"),
     ],

@@ -128,14 +128,14 @@ def test_attention_is_what_their_recorder_sees() -> None:
     assert net.class_token is not None
     seen: list[Tensor] = []
     with torch.no_grad():
-        logits, wanted = recorder.Recorder(theirs)(images)  # B depth H T T
+        logits, expected = recorder.Recorder(theirs)(images)  # B depth H T T
         x = torch.cat([net.class_token.expand(2, 1, -1), theirs.to_patch_embedding(images)], dim=1)
         x = net.norm_before_pool(net.encode(net.add_position(x, 0, (4, 4)), (4, 4), attention_out=seen))
-        assert relative(torch.stack(seen, dim=1), wanted) <= 1e-5
+        assert relative(torch.stack(seen, dim=1), expected) <= 1e-5
         assert relative(net.classify(*net.pool_tokens(x)), logits) <= 1e-5
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 7)])
 def test_sincos_positions_are_theirs(grid: tuple[int, int]) -> None:
-    wanted = simple_vit.posemb_sincos_2d(*grid, 48)
-    assert relative(sincos_2d(grid, 48, torch.zeros(1)), wanted) <= 1e-6
+    expected = simple_vit.posemb_sincos_2d(*grid, 48)
+    assert relative(sincos_2d(grid, 48, torch.zeros(1)), expected) <= 1e-6

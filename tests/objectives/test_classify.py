@@ -27,10 +27,10 @@ def labels(classes: int = 5, several: bool = False, counts: Any = None, **option
     return LabelLoss(ClassifyConfig(**options), classes, multi_label=several, class_counts=counts)
 
 
-def by_hand(logits: Tensor, wanted: Tensor, loss: str, smoothing: float) -> list[float]:
+def by_hand(logits: Tensor, expected: Tensor, loss: str, smoothing: float) -> list[float]:
     """Image by image, class by class, in Python's floats."""
     found = []
-    for row, target in zip(logits.tolist(), wanted.tolist(), strict=True):
+    for row, target in zip(logits.tolist(), expected.tolist(), strict=True):
         classes, mass, total = len(row), sum(target), 0.0
         soft = [(1 - smoothing) * t + smoothing * mass / classes for t in target]
         norm = math.log(sum(math.exp(v) for v in row))
@@ -75,11 +75,11 @@ def test_smoothing_and_mixing_may_come_in_either_order() -> None:
 
 @given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=4), st.sampled_from([0.0, 0.2]))
 def test_several_labels_are_a_yes_or_no_each(rows: list[list[bool]], smoothing: float) -> None:
-    wanted, logits = torch.tensor(rows).float(), torch.randn(len(rows), 4)
+    expected, logits = torch.tensor(rows).float(), torch.randn(len(rows), 4)
     goal = labels(4, several=True, loss="softmax", label_smoothing=smoothing)  # softmax is no choice here
-    assert goal(logits, wanted).tolist() == pytest.approx(by_hand(logits, wanted, "sigmoid", smoothing), rel=1e-4)
+    assert goal(logits, expected).tolist() == pytest.approx(by_hand(logits, expected, "sigmoid", smoothing), rel=1e-4)
     right = [all((v > 0) == t for v, t in zip(r, ts, strict=True)) for r, ts in zip(logits.tolist(), rows, strict=True)]
-    assert goal.correct(logits, wanted).tolist() == right
+    assert goal.correct(logits, expected).tolist() == right
 
 
 @pytest.mark.peer
@@ -120,8 +120,8 @@ def test_balanced_weights_have_mean_one_and_make_classes_equal(counts: list[int]
 def test_scikit_learn_balances_the_same() -> None:
     utils = import_peer("sklearn.utils.class_weight")
     y = np.repeat([0, 1, 2], [1, 5, 10])
-    wanted = utils.compute_class_weight("balanced", classes=np.arange(3), y=y)
-    np.testing.assert_allclose(balanced_weights([1, 5, 10], 3), wanted, rtol=1e-6)
+    expected = utils.compute_class_weight("balanced", classes=np.arange(3), y=y)
+    np.testing.assert_allclose(balanced_weights([1, 5, 10], 3), expected, rtol=1e-6)
 
 
 WEIGHTS = torch.tensor([4.0, 4 / 3, 0.5])
@@ -133,8 +133,8 @@ def test_weights_are_those_of_torch() -> None:
     learner = ClassifyObjective(net_of(num_classes=3), labels(3, counts=[1, 3, 8], class_weights="balanced")).eval()
     images, mixed = torch.randn(3, 3, 16, 16), torch.randn(3, 3).softmax(-1)
     for targets in (torch.tensor([0, 1, 2]), mixed):
-        wanted = F.cross_entropy(learner.net(images), targets, weight=WEIGHTS, reduction="sum")
-        torch.testing.assert_close(learner(images, targets, torch.ones(3))["loss"], wanted)
+        expected = F.cross_entropy(learner.net(images), targets, weight=WEIGHTS, reduction="sum")
+        torch.testing.assert_close(learner(images, targets, torch.ones(3))["loss"], expected)
 
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
@@ -146,8 +146,8 @@ def test_a_weighted_mixture_is_the_sum_of_its_weighted_labels(loss: str, smoothi
     each = [plain(logits, torch.full((3,), k)) * WEIGHTS[k].double() for k in range(3)]
     for k in range(3):
         torch.testing.assert_close(goal(logits, torch.full((3,), k)), each[k], rtol=1e-6, atol=0)
-    wanted = sum(share[:, k] * each[k] for k in range(3))
-    torch.testing.assert_close(goal(logits, share), wanted, rtol=1e-6, atol=0)
+    expected = sum(share[:, k] * each[k] for k in range(3))
+    torch.testing.assert_close(goal(logits, share), expected, rtol=1e-6, atol=0)
 
 
 def mixtures(counts: list[int]) -> tuple[Tensor, Tensor]:
@@ -202,5 +202,5 @@ def test_what_cannot_be_is_said_at_once() -> None:
     for targets in (torch.zeros(3).long(), torch.zeros(4), torch.zeros(4, 3)):
         with pytest.raises(ModelError, match="4 class indices or soft labels"):
             labels()(torch.zeros(4, 5), targets)
-    with pytest.raises(ModelError, match=r"wanted \(4, 5\) labels"):
+    with pytest.raises(ModelError, match=r"expected \(4, 5\) labels"):
         labels(several=True)(torch.zeros(4, 5), torch.zeros(4).long())

@@ -92,8 +92,8 @@ def test_labels_and_teacher_are_weighed_each_by_its_own_classes() -> None:
     one, two = learner.net.features(images, outputs="head_logits").head_logits
     hard = learner.teacher(images).argmax(1)
     by_labels = (F.cross_entropy(one, targets, reduction="none", label_smoothing=0.1) * weights[targets]).sum()
-    wanted = 0.5 * by_labels + 0.5 * F.cross_entropy(two, hard, weights, reduction="sum")
-    torch.testing.assert_close(learner(images, targets, torch.ones(6))["loss"], wanted)
+    expected = 0.5 * by_labels + 0.5 * F.cross_entropy(two, hard, weights, reduction="sum")
+    torch.testing.assert_close(learner(images, targets, torch.ones(6))["loss"], expected)
 
 
 def test_the_teacher_sees_images_as_it_was_trained_to() -> None:

@@ -127,11 +127,11 @@ def by_hand(one: MaskedPatchObjective, images: Tensor, sample_seeds: Tensor) -> 
 def test_the_loss_is_its_definition(target: str, options: dict[str, Any]) -> None:
     one, sample_seeds = learner(target, **options), seeds_for(3)
     images = torch.randn(3, 3, 16, 16, dtype=torch.float64)
-    wanted = by_hand(one, images, sample_seeds)
+    expected = by_hand(one, images, sample_seeds)
     for weights in (torch.ones(3), torch.tensor([1.0, 0.0, 2.0])):
         got = one(images, torch.zeros(3).long(), weights, sample_seeds)
         assert float(got["loss"].detach()) == pytest.approx(
-            sum(w * v for w, v in zip(weights.tolist(), wanted, strict=True)), rel=1e-9
+            sum(w * v for w, v in zip(weights.tolist(), expected, strict=True)), rel=1e-9
         )
         assert ("correct" in got) == (target != "pixels")
 
@@ -141,10 +141,10 @@ def test_an_oracle_is_always_right(target: str) -> None:
     one, images = learner(target), torch.randn(2, 3, 16, 16, dtype=torch.float64)
     colors = one.color_targets(images, (4, 4))
     constant = torch.full_like(images, 0.3)
-    wanted = one.color_targets(constant, (4, 4))[0, 0]
+    expected = one.color_targets(constant, (4, 4))[0, 0]
     torch.nn.init.zeros_(one.guess.weight)
     with torch.no_grad():
-        one.guess.bias.copy_(40 * F.one_hot(wanted, 512).flatten())
+        one.guess.bias.copy_(40 * F.one_hot(expected, 512).flatten())
     got = one(constant, torch.zeros(2), torch.ones(2), seeds_for(2))
     assert float(got["correct"]) == 2
     assert float(got["loss"].detach()) == pytest.approx(0, abs=1e-9)

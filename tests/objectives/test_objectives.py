@@ -32,8 +32,8 @@ def test_micro_batches_add_up_to_the_batch(kind: str) -> None:
     for name, value in whole.items():
         assert value.ndim == 0
         assert sums[name] == pytest.approx(float(value.detach()), rel=1e-12, abs=1e-12)
-    for parameter, wanted in zip(learner.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-9, atol=1e-10)
+    for parameter, expected in zip(learner.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
@@ -52,7 +52,7 @@ def test_an_image_of_weight_zero_adds_nothing(kind: str) -> None:
     kept = weights > 0
     without = learner(images[kept], targets[kept], weights[kept], sample_seeds[kept])
     without["loss"].backward()
-    wanted = [p.grad.clone() for p in learner.parameters()]
+    expected = [p.grad.clone() for p in learner.parameters()]
     learner.zero_grad()
     images[~kept] = 1e6 * torch.randn_like(images[~kept])
     targets[~kept] = 0
@@ -60,7 +60,7 @@ def test_an_image_of_weight_zero_adds_nothing(kind: str) -> None:
     found["loss"].backward()
     for name, value in without.items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
-    for parameter, gradient in zip(learner.parameters(), wanted, strict=True):
+    for parameter, gradient in zip(learner.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-10)
 
 
@@ -69,12 +69,12 @@ def test_weights_count_images(kind: str) -> None:
     learner, (images, targets, _, sample_seeds) = made(kind), batch(4)
     weights = torch.tensor([2.0, 1.0, 1.0, 0.0])
     picked = torch.tensor([0, 0, 1, 2])
-    found, wanted = (
+    found, expected = (
         learner(images, targets, weights, sample_seeds),
         learner(images[picked], targets[picked], torch.ones(4), sample_seeds[picked]),
     )
     for name, value in found.items():
-        torch.testing.assert_close(value, wanted[name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
 
 
 QUICK = ("softmax", "mean color", "soft")
@@ -89,9 +89,9 @@ def test_it_is_one_graph_that_serves_every_step(kind: str) -> None:
     compiled = torch.compile(learner, fullgraph=True, backend="aot_eager")
     for _ in range(2):
         given = batch(4)
-        found, wanted = compiled(*given), learner(*given)
-        assert set(found) == set(wanted)
-        for name, value in wanted.items():
+        found, expected = compiled(*given), learner(*given)
+        assert set(found) == set(expected)
+        for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
         found["loss"].backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -104,8 +104,8 @@ def test_inductor_agrees(kind: str) -> None:
     learner, given = made(kind), batch(4)
     compiled = torch.compile(learner, fullgraph=True)
     for _ in range(5):
-        found, wanted = compiled(*given), learner(*given)
-        for name, value in wanted.items():
+        found, expected = compiled(*given), learner(*given)
+        for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
         found["loss"].backward()
 
@@ -133,11 +133,11 @@ def test_half_precision_gives_losses_in_single(kind: str) -> None:
     if hasattr(learner, "teacher"):
         learner.teacher.net.float()
         learner.teacher.scale, learner.teacher.shift = learner.teacher.scale.float(), learner.teacher.shift.float()
-    wanted = learner(*given)["loss"]
+    expected = learner(*given)["loss"]
     with torch.autocast("cpu", torch.bfloat16):
         found = learner(*given)["loss"]
     assert found.dtype == torch.float32
-    assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=0.05)
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=0.05)
 
 
 @pytest.mark.parametrize("kind", LEARNERS)

@@ -221,10 +221,10 @@ def test_class_names_in_charts_differ_and_are_whole_where_there_is_room(tmp_path
     source = Images(labels=names)
     page = report(write_finished(tmp_path / "run"), net, labels=names, scores=measured(net, source), source=source)
     heads = re.findall(r'<th scope="(?:col|row)"[^>]*>(?:<span>)?([^<]*)', page.html.partition("matrix named")[2])
-    wanted = ["chain saw", "church", "a very long…t ends in one", "a very long…t ends in two"]
-    assert heads[:8] == wanted + wanted
+    expected = ["chain saw", "church", "a very long…t ends in one", "a very long…t ends in two"]
+    assert heads[:8] == expected + expected
     bars = re.findall(r'class="who" title="[^"]*">([^<]*)', page.html)
-    assert set(bars) == set(wanted)
+    assert set(bars) == set(expected)
 
 
 def test_a_matrix_of_many_named_classes_has_the_whole_width(tmp_path: Path):

@@ -28,7 +28,7 @@ V1 = "5:cpu,cpuacct:/pods/mine\n4:memory:/elsewhere\n1:name=systemd:/\n"
 
 
 @pytest.mark.parametrize(
-    ("membership", "files", "wanted"),
+    ("membership", "files", "expected"),
     [
         (V2, {"pods/mine/cpu.max": "150000 100000\n"}, 1.5),
         (V2, {"pods/mine/cpu.max": "max 100000\n"}, math.inf),
@@ -45,22 +45,22 @@ V1 = "5:cpu,cpuacct:/pods/mine\n4:memory:/elsewhere\n1:name=systemd:/\n"
     ],
 )
 def test_the_lowest_quota_of_the_groups_counts(
-    tmp_path: Path, membership: str, files: dict[str, str], wanted: float
+    tmp_path: Path, membership: str, files: dict[str, str], expected: float
 ) -> None:
-    assert quota_of(tmp_path, membership, files) == wanted
+    assert quota_of(tmp_path, membership, files) == expected
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no affinity")
 @pytest.mark.parametrize(
-    ("allowed", "share", "wanted"), [(64, 2, 2), (64, 1.5, 2), (3, math.inf, 3), (2, 64, 2), (8, 0.3, 1)]
+    ("allowed", "share", "expected"), [(64, 2, 2), (64, 1.5, 2), (3, math.inf, 3), (2, 64, 2), (8, 0.3, 1)]
 )
 def test_affinity_and_quota_limit_the_cores(
-    monkeypatch: pytest.MonkeyPatch, allowed: int, share: float, wanted: int
+    monkeypatch: pytest.MonkeyPatch, allowed: int, share: float, expected: int
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(allowed)))
     monkeypatch.setattr(module, "cgroup_quota", lambda: share)
-    assert usable_cores() == wanted
+    assert usable_cores() == expected
 
 
 def test_the_service_uses_this_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ def test_the_products_are_those_of_a_linear_layer():
     x, weight = a.clone().requires_grad_(), a.clone().requires_grad_()
     out = torch.nn.functional.linear(x, weight)
     out.backward(a)
-    for product, wanted in zip(PRODUCTS, (out, weight.grad, x.grad), strict=True):
-        torch.testing.assert_close(product(a), wanted)
+    for product, expected in zip(PRODUCTS, (out, weight.grad, x.grad), strict=True):
+        torch.testing.assert_close(product(a), expected)
 
 
 @pytest.mark.parametrize("fast", range(3))

@@ -49,7 +49,7 @@ def test_errors_and_notes_show_every_control_character(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("note", "wanted"),
+    ("note", "expected"),
     [
         ("one", "one."),
         ("one.", "one."),
@@ -59,12 +59,12 @@ def test_errors_and_notes_show_every_control_character(capsys: pytest.CaptureFix
     ],
 )
 def test_a_note_ends_in_one_period_or_an_ellipsis(
-    note: str, wanted: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    note: str, expected: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(runtime, "_logged", set())
     monkeypatch.setattr(logging.getLogger("vitrail"), "propagate", True)
     warn_once([note])
-    assert [record.getMessage() for record in caplog.records] == [wanted]
+    assert [record.getMessage() for record in caplog.records] == [expected]
 
 
 def test_one_note_can_be_suppressed(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):

@@ -39,9 +39,9 @@ def test_requests_at_one_time_share_a_batch_and_get_their_own_answers(vit: vitra
         busy.engine.go.set()
         for number, answer in enumerate([busy.first, *answers]):
             found = answer.result().json()["results"][0]["predictions"]
-            wanted = vit.predict(photo(number))
-            assert [p["index"] for p in found] == [p.index for p in wanted]
-            assert [p["score"] for p in found] == pytest.approx([p.score for p in wanted], abs=1e-6)
+            expected = vit.predict(photo(number))
+            assert [p["index"] for p in found] == [p.index for p in expected]
+            assert [p["score"] for p in found] == pytest.approx([p.score for p in expected], abs=1e-6)
         assert busy.engine.batches == [1, 4, 2]  # batches of at most four
 
 
@@ -352,8 +352,8 @@ def test_several_engine_threads_give_the_same_results(vit: vitrail.Model, sender
         answers = [senders.submit(client.post, "/v1/predict", content=photo(i), headers=JPEG) for i in range(24)]
         for number, answer in enumerate(answers):
             [best, *_] = answer.result().json()["results"][0]["predictions"]
-            wanted = vit.predict(photo(number))[0]
-            assert (best["index"], best["score"]) == (wanted.index, pytest.approx(wanted.score, abs=1e-6))
+            expected = vit.predict(photo(number))[0]
+            assert (best["index"], best["score"]) == (expected.index, pytest.approx(expected.score, abs=1e-6))
 
 
 @pytest.mark.parametrize("where", ["submit", "metrics", "decode"])

@@ -83,7 +83,7 @@ def with_exif(kind: str, size: int) -> bytes:
     return whole[:2] + b"".join(b"\xff\xe1" + struct.pack(">H", len(part) + 2) + part for part in parts) + whole[2:]
 
 
-def wanted() -> bool:
+def expected() -> bool:
     return True
 
 
@@ -185,7 +185,7 @@ def test_a_large_image_has_the_same_pixels_from_the_process(
     vit: vitrail.Model, process: DecodeProcess, large: bytes
 ) -> None:
     for data in (large, photo()):
-        found = process.decode(data, wanted)
+        found = process.decode(data, expected)
         assert found is not None
         assert np.array_equal(found, reader(vit).decode_bytes(data))
 
@@ -195,32 +195,32 @@ def test_errors_are_the_same_with_json_lines(vit: vitrail.Model, process: Decode
         with pytest.raises(RequestError) as here:
             reader(vit).decode_bytes(data)
         with pytest.raises(RequestError) as there:
-            process.decode(data, wanted)
+            process.decode(data, expected)
         assert there.value.body() == here.value.body()
         assert there.value.status == here.value.status
 
 
 def test_the_process_has_low_priority_and_ignores_group_signals(process: DecodeProcess) -> None:
-    assert process.decode(photo(), wanted) is not None
+    assert process.decode(photo(), expected) is not None
     pid = process._pid
     assert pid is not None
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + decode_process.NICENESS, 19)
     for sig in (signal.SIGINT, signal.SIGTERM):
         os.kill(pid, sig)
-    assert process.decode(photo(1), wanted) is not None
+    assert process.decode(photo(1), expected) is not None
     assert process._pid == pid
 
 
 def test_work_that_is_no_longer_wanted_is_killed_and_the_next_image_decoded(
     process: DecodeProcess, large: bytes
 ) -> None:
-    assert process.decode(photo(), wanted) is not None
+    assert process.decode(photo(), expected) is not None
     before = process._pid
     assert before is not None
     os.kill(before, signal.SIGSTOP)  # so that it never responds
     assert process.decode(large, lambda: False) is None
     assert not Path(f"/proc/{before}").exists()
-    assert process.decode(photo(), wanted) is not None
+    assert process.decode(photo(), expected) is not None
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_work_that_is_no_longer_wanted_is_killed_and_the_next_image_decoded(
 def test_a_decode_process_that_dies_fails_only_its_image(
     process: DecodeProcess, sig: signal.Signals, message: str
 ) -> None:
-    assert process.decode(photo(), wanted) is not None
+    assert process.decode(photo(), expected) is not None
     pid = process._pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -242,13 +242,13 @@ def test_a_decode_process_that_dies_fails_only_its_image(
 
     with pytest.raises(RequestError, match=message):
         process.decode(photo(), strike)
-    assert process.decode(photo(), wanted) is not None
+    assert process.decode(photo(), expected) is not None
 
 
 def test_an_image_that_takes_too_long_ends_its_process(vit: vitrail.Model) -> None:
     process = DecodeProcess(vit.preprocess.config, Limits(), seconds=0.05)
     with pytest.raises(RequestError, match=r"takes more than 0\.05 s") as refused:
-        process.decode(with_chunks(200_000), wanted)
+        process.decode(with_chunks(200_000), expected)
     assert (refused.value.status, refused.value.code) == (400, "image_unreadable")
     process.close()
 
@@ -405,7 +405,7 @@ def test_the_number_of_pixels_decoded_at_a_time_is_limited(vit: vitrail.Model, m
     lock, now, most = threading.Lock(), 0, 0
 
     class Counting:
-        def decode(self, data: bytes, wanted: Any) -> None:
+        def decode(self, data: bytes, expected: Any) -> None:
             nonlocal now, most
             with lock:
                 now += 1

@@ -71,17 +71,17 @@ def test_a_served_model_does_not_change_with_its_file(
         monkeypatch.setattr(formats, "LARGEST", 1000 if path.stem == "beside" else formats.LARGEST)
         export(vit, path)
     served = load_served_model(str(path), None, 1)
-    wanted = served.engine.logits(pixels)
+    expected = served.engine.logits(pixels)
     assert served.engine.name == FILES[name]
     if Path("/proc/self/maps").exists():
         assert str(tmp_path) not in Path("/proc/self/maps").read_text()
     for part in tmp_path.iterdir():
         with part.open("r+b") as file:
             file.write(bytes(part.stat().st_size))
-    assert (served.engine.logits(pixels) == wanted).all()
+    assert (served.engine.logits(pixels) == expected).all()
     for part in tmp_path.iterdir():
         os.truncate(part, 0)
-    assert (served.engine.logits(pixels) == wanted).all()
+    assert (served.engine.logits(pixels) == expected).all()
     if served.model is not None:
         assert np.isfinite(served.outputs(pixels, "features")).all()
 
@@ -95,9 +95,9 @@ def test_an_exported_file_predicts_and_says_what_it_cannot(vit: vitrail.Model, e
         assert about["num_parameters"] == sum(p.numel() for p in vit.net.parameters())
         files = [("images", photo(i)) for i in range(5)]
         results = client.post("/v1/predict", files=files).json()["results"]
-        for result, wanted in zip(results, vit.predict([data for _, data in files]), strict=True):
-            assert [p["index"] for p in result["predictions"]] == [p.index for p in wanted]
-            assert [p["score"] for p in result["predictions"]] == pytest.approx([p.score for p in wanted], abs=1e-4)
+        for result, expected in zip(results, vit.predict([data for _, data in files]), strict=True):
+            assert [p["index"] for p in result["predictions"]] == [p.index for p in expected]
+            assert [p["score"] for p in result["predictions"]] == pytest.approx([p.score for p in expected], abs=1e-4)
         hidden = client.post("/v1/predict", files=files[:1], data={"hide": "[0,1,2,3]", "fill": "zero"})
         assert hidden.json()["results"] != results[:1]
         reasons = {"embed": "has no features", "explain": "has no explanations"}
@@ -137,7 +137,7 @@ def test_an_exported_file_of_features_embeds_without_the_hidden_patches(tmp_path
         image = vit.preprocess.prepare(photo())
         image[:, :8] = 0
         with torch.no_grad():
-            wanted = vit.net.features(image[None], outputs="pooled").pooled
-        assert hidden.json()["results"][0]["embedding"] == pytest.approx(wanted[0].tolist(), abs=0.02)
+            expected = vit.net.features(image[None], outputs="pooled").pooled
+        assert hidden.json()["results"][0]["embedding"] == pytest.approx(expected[0].tolist(), abs=0.02)
         assert hidden.json()["results"][0]["embedding"] != pytest.approx(plain, abs=0.02)
         assert client.get("/v1/model").json()["task"] == "embed"

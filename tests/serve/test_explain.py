@@ -79,12 +79,12 @@ def test_attention_comes_back_row_by_row(client: httpx.Client, vit: vitrail.Mode
     assert found["layers"] == [1, 2]
     assert found["prefix_tokens"] == ["class", "register 1"]
     assert found["grid"] == {"rows": 4, "columns": 6}
-    wanted = vit.net.features(images, outputs=("attention",)).attention
+    expected = vit.net.features(images, outputs=("attention",)).attention
     for number, layer in enumerate(found["attention"]):
         assert (layer["layer"], layer["num_heads"], layer["num_tokens"]) == (number + 1, 2, 26)
         peaks = unpacked(layer["row_max"], "<f4").reshape(2, 26, 1)
         rows = unpacked(layer["values"]).reshape(2, 26, 26) / 255 * peaks
-        assert np.allclose(rows, wanted[number][0].detach(), atol=peaks.max() / 255)
+        assert np.allclose(rows, expected[number][0].detach(), atol=peaks.max() / 255)
         assert np.allclose(rows.sum(-1), 1, atol=0.1)
 
 
@@ -92,13 +92,13 @@ def test_maps_are_those_of_explain(client: httpx.Client, vit: vitrail.Model, ima
     found = explained(client, methods='["rollout","gradient","occlusion"]', target="bird")
     assert found["target"]["label"] == "bird"
     target = torch.tensor([2])
-    wanted = {
+    expected = {
         "rollout": rollout_map(vit.net, images),
         "gradient": gradient_rollout(vit.net, images, target),
         "occlusion": occlusion(vit.net, images, target, stride=2),
     }
-    assert list(found["maps"]) == list(wanted)
-    for name, values in wanted.items():
+    assert list(found["maps"]) == list(expected)
+    for name, values in expected.items():
         step = float(values.max() - values.min()) / 255
         assert np.allclose(map_of(found["maps"][name], (4, 6)), values[0], atol=step), name
 
@@ -118,8 +118,8 @@ def test_occlusion_of_a_multi_label_model(vit: vitrail.Model, images: torch.Tens
     model_ = vitrail.Model(vit.net, vit.info.replace(multi_label=True))
     with run_server(served(model_)) as (client, _):
         found = explained(client, methods='["occlusion"]', target="bird")
-    wanted = occlusion(vit.net, images, torch.tensor([2]), stride=2, multi_label=True)[0].numpy()
-    assert np.allclose(map_of(found["maps"]["occlusion"], (4, 6)), wanted, atol=np.ptp(wanted) / 255)
+    expected = occlusion(vit.net, images, torch.tensor([2]), stride=2, multi_label=True)[0].numpy()
+    assert np.allclose(map_of(found["maps"]["occlusion"], (4, 6)), expected, atol=np.ptp(expected) / 255)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_occlusion_in_steps_is_occlusion(
     torch.manual_seed(1)
     net = model(small(**changes)).net
     images, target = torch.randn(1, 3, *pair(changes.get("image_size", 32))), torch.tensor([3])
-    wanted = METHODS["occlusion"](net, images, target, multi_label)[0]
+    expected = METHODS["occlusion"](net, images, target, multi_label)[0]
     steps = explain_requests.occlusion_steps(net, images, target, multi_label)
     count, found = 0, None
     while found is None:
@@ -149,9 +149,9 @@ def test_occlusion_in_steps_is_occlusion(
             count += 1
         except StopIteration as end:
             found = end.value
-    assert torch.allclose(found.float(), wanted, atol=1e-6)
-    size = min(2, *wanted.shape)
-    places = len(windows(wanted.shape, size, size))
+    assert torch.allclose(found.float(), expected, atol=1e-6)
+    size = min(2, *expected.shape)
+    places = len(windows(expected.shape, size, size))
     assert count == (places if turn == 0 else places.bit_length())  # one at a time, or 1, 2, 4, ...
 
 
@@ -186,9 +186,9 @@ def test_distances_are_those_of_the_figure(client: httpx.Client, vit: vitrail.Mo
 
 def test_predictions_and_target_are_those_of_predict(client: httpx.Client, vit: vitrail.Model) -> None:
     found = explained(client)
-    wanted = vit.predict(photo())
-    assert [p["label"] for p in found["predictions"]] == [p.label for p in wanted]
-    assert [p["score"] for p in found["predictions"]] == pytest.approx([p.score for p in wanted], abs=1e-5)
+    expected = vit.predict(photo())
+    assert [p["label"] for p in found["predictions"]] == [p.label for p in expected]
+    assert [p["score"] for p in found["predictions"]] == pytest.approx([p.score for p in expected], abs=1e-5)
     assert found["target"] == found["predictions"][0]
     assert list(found["maps"]) == ["rollout"]
 
@@ -313,7 +313,7 @@ def test_occlusion_fills_in_line_by_line(client: httpx.Client, slowly: Callable[
     whole = explained(client, methods='["occlusion"]', target="bird")
     *parts, last = lines_of(client, methods='["occlusion"]', target="bird")
     assert {**last, "ms": 0} == {**whole, "ms": 0}  # same response as without lines
-    wanted = map_of(last["maps"]["occlusion"], (4, 6))
+    expected = map_of(last["maps"]["occlusion"], (4, 6))
     assert len(parts) > 2
     done = []
     for line in parts:
@@ -323,7 +323,7 @@ def test_occlusion_fills_in_line_by_line(client: httpx.Client, slowly: Callable[
         known = unpacked(found["final"]).reshape(4, 6).astype(bool)
         assert found["total"] == 6
         assert known.sum() == 4 * found["done"]  # squares of 2 x 2 patches that do not overlap
-        assert np.allclose(map_of(found, (4, 6))[known], wanted[known], atol=np.ptp(wanted) / 255 + 1e-9)
+        assert np.allclose(map_of(found, (4, 6))[known], expected[known], atol=np.ptp(expected) / 255 + 1e-9)
     assert done == sorted(set(done))
 
 

@@ -53,7 +53,7 @@ def process(server: ForkServer) -> Iterator[DecodeProcess]:
     found.close()
 
 
-def wanted() -> bool:
+def expected() -> bool:
     return True
 
 
@@ -85,19 +85,19 @@ def test_a_script_without_a_guard_runs_once_and_leaves_no_process(tmp_path: Path
 
 
 def test_a_fork_server_that_died_is_replaced(server: ForkServer, process: DecodeProcess) -> None:
-    assert process.decode(photo(), wanted) is not None
+    assert process.decode(photo(), expected) is not None
     assert server._process is not None
     first = server._process
     first.kill()
     first.wait()
-    assert process.decode(photo(), wanted) is not None  # the existing child still works
+    assert process.decode(photo(), expected) is not None  # the existing child still works
     assert process.close() is None
-    assert process.decode(photo(), wanted) is not None
+    assert process.decode(photo(), expected) is not None
     assert server._process is not first
 
 
 def test_killing_processes_leaves_neither_zombies_nor_descriptors(server: ForkServer, process: DecodeProcess) -> None:
-    assert process.decode(photo(), wanted) is not None
+    assert process.decode(photo(), expected) is not None
     assert server._process is not None
     folders = [Path(f"/proc/{pid}/fd") for pid in (os.getpid(), server._process.pid)]
     before = [len(list(folder.iterdir())) for folder in folders]
@@ -111,7 +111,7 @@ def test_killing_processes_leaves_neither_zombies_nor_descriptors(server: ForkSe
 
 
 def test_an_unknown_process_is_not_killed(server: ForkServer, process: DecodeProcess) -> None:
-    assert process.decode(photo(), wanted) is not None
+    assert process.decode(photo(), expected) is not None
     assert server.kill(os.getpid()) is None
 
 
@@ -129,6 +129,6 @@ def test_if_no_process_can_be_started_the_response_is_503(
         else:
             patched.setattr("vitrail.serve.fork_server.get_executable", lambda: "/nowhere/python")
         with pytest.raises(RequestError, match="at the moment; try again in 5 s") as refused:
-            process.decode(photo(), wanted)
+            process.decode(photo(), expected)
     assert (refused.value.status, refused.value.headers) == (503, {"Retry-After": "5"})
     assert "cannot start a process" in caplog.text

@@ -50,15 +50,15 @@ def patch(page: Driven, row: int, column: int) -> tuple[float, float]:
     return x + width * (column + 0.5) / 8, y + height * (row + 0.5) / 8
 
 
-def wait_for_bars(page: Driven, wanted: list[tuple[str, str]]) -> None:
+def wait_for_bars(page: Driven, expected: list[tuple[str, str]]) -> None:
     class Evaluated:
         def evaluate(self, script: str) -> Any:
             return page.run(f"return ({script})()")
 
     try:
-        until(lambda: bars(Evaluated()) == wanted)
+        until(lambda: bars(Evaluated()) == expected)
     except AssertionError:
-        assert bars(Evaluated()) == wanted
+        assert bars(Evaluated()) == expected
 
 
 def test_a_sample_is_looked_at(page: Any, cifar10: vitrail.Model) -> None:
@@ -91,14 +91,14 @@ def test_clicks_and_drags_hide_and_the_pointer_keeps_asking(page: Any, site: htt
 def test_an_image_of_ones_own_is_remembered(page: Any, cifar10: vitrail.Model, tmp_path: Path) -> None:
     mine = tmp_path / "mine.png"
     mine.write_bytes(drawing(4))
-    wanted = as_bars((p.label, p.score) for p in cifar10.predict(drawing(4)))
+    expected = as_bars((p.label, p.score) for p in cifar10.predict(drawing(4)))
     seen = page()
     seen.choose_file("#file", mine)
-    wait_for_bars(seen, wanted)
+    wait_for_bars(seen, expected)
     until(lambda: re.search("image=own:", seen.run("return location.hash")))
     fragment = seen.run("return location.hash")
     wait_for_bars(page(), as_bars((p.label, p.score) for p in cifar10.predict(CAT)))
-    wait_for_bars(page(fragment), wanted)
+    wait_for_bars(page(fragment), expected)
 
 
 def test_keys_choose_layers_maps_and_panes(page: Any) -> None:

@@ -55,10 +55,10 @@ def test_the_prediction_is_in_view_while_patches_are_hidden_on_a_phone(
     page.get_by_role("button", name="Tap hides").click()  # scrolls to it
     for row, column in ((2, 3), (2, 4)):
         page.touchscreen.tap(*patch(page, row, column))
-    wanted = hiding(site, [19, 20], CAT.read_bytes())
-    wait_for_bars(page, wanted)
+    expected = hiding(site, [19, 20], CAT.read_bytes())
+    wait_for_bars(page, expected)
     verdict = page.locator("#verdict")
-    expect(verdict).to_contain_text("".join(wanted[0]))
+    expect(verdict).to_contain_text("".join(expected[0]))
     expect(verdict.locator(".shift")).to_contain_text("points")
     for top in (0, page.locator("#modes").evaluate("(one) => one.getBoundingClientRect().top + scrollY - 40")):
         page.evaluate("(top) => scrollTo(0, top)", top)

@@ -101,7 +101,7 @@ def test_a_compressed_body_is_refused_with_what_is_accepted(client: httpx.Client
     answer = client.post("/v1/predict", content=photo(), headers=JPEG | {"content-encoding": coding})
     assert reason(answer, 415) == "unsupported_encoding"
     assert answer.headers["accept-encoding"] == "identity"
-    assert "wanted identity" in answer.json()["error"]["message"]
+    assert "expected identity" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("coding", ["", "identity", "Identity"])
@@ -143,33 +143,33 @@ def test_a_body_without_images_is_refused(client: httpx.Client, body: dict[str, 
 @pytest.mark.parametrize(
     ("path", "values", "words"),
     [
-        ("predict", {"top": "0"}, "top: got 0, wanted an integer, 1 or more."),
+        ("predict", {"top": "0"}, "top: got 0, expected an integer, 1 or more."),
         ("predict", {"top": "two"}, "'top' is not valid JSON"),
-        ("predict", {"top": "true"}, "top: got true, wanted an integer, 1 or more."),
+        ("predict", {"top": "true"}, "top: got true, expected an integer, 1 or more."),
         ("predict", {"top": "1.5"}, "got 1.5"),
         ("predict", {"top": "null"}, "got null"),
-        ("predict", {"top": "[" * 300 + "]" * 300}, "top: got a list, wanted an integer, 1 or more."),
+        ("predict", {"top": "[" * 300 + "]" * 300}, "top: got a list, expected an integer, 1 or more."),
         (
             "predict",
             {"hide": "[" * 300 + "]" * 300},
-            "hide: got a list, wanted a list of patch numbers, row by row from 0.",
+            "hide: got a list, expected a list of patch numbers, row by row from 0.",
         ),
-        ("predict", {"Top": "3"}, "unknown parameter 'Top', wanted one of hide, fill, top"),
-        ("predict", {"hide": "[99]"}, "got patch 99, wanted 0 to 15"),
+        ("predict", {"Top": "3"}, "unknown parameter 'Top', expected one of hide, fill, top"),
+        ("predict", {"hide": "[99]"}, "got patch 99, expected 0 to 15"),
         ("predict", {"hide": "[-1]"}, "got patch -1"),
-        ("predict", {"hide": '["a"]'}, 'hide: got "a", wanted a list of patch numbers, row by row from 0.'),
+        ("predict", {"hide": '["a"]'}, 'hide: got "a", expected a list of patch numbers, row by row from 0.'),
         ("predict", {"hide": '{"a": 1}'}, "got an object"),
         ("predict", {"hide": ["[1,2]", "5"]}, "hide"),
         ("predict", {"top": ["1", "2"]}, "'top' is given more than once"),
         ("predict", {"hide": "one"}, "'hide' is not valid JSON"),
-        ("predict", {"fill": "red"}, 'fill: got "red", wanted mean, zero or blur.'),
+        ("predict", {"fill": "red"}, 'fill: got "red", expected mean, zero or blur.'),
         ("predict", {"fill": "r" * 500}, "rrr..."),
         ("embed", {"top": "3"}, "unknown parameter 'top'"),
-        ("explain", {"layers": "[3]"}, "got layer 3; wanted 1 to 2"),
+        ("explain", {"layers": "[3]"}, "got layer 3; expected 1 to 2"),
         ("explain", {"layers": "[0]"}, "got layer 0"),
-        ("explain", {"methods": '["lime"]'}, "got method 'lime', wanted one of rollout, gradient"),
-        ("explain", {"methods": "[1]"}, "methods: got 1, wanted a list of method names."),
-        ("explain", {"layers": str([1] * 1001)}, "layers has 1,001 values, wanted at most 1,000."),
+        ("explain", {"methods": '["lime"]'}, "got method 'lime', expected one of rollout, gradient"),
+        ("explain", {"methods": "[1]"}, "methods: got 1, expected a list of method names."),
+        ("explain", {"layers": str([1] * 1001)}, "layers has 1,001 values, expected at most 1,000."),
         ("explain", {"target": "horse"}, "there is no class 'horse'"),
         ("explain", {"target": "5"}, "there is no class 5"),
         ("explain", {"hide": "[16]"}, "got patch 16"),
@@ -371,7 +371,7 @@ def test_details_of_the_machine_are_removed_from_errors() -> None:
 
 @pytest.mark.parametrize("wrong", [{"max_bytes": 0}, {"max_pixels": -1}, {"max_images": 0}])
 def test_limits_that_let_nothing_in_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="wanted more than 0"):
+    with pytest.raises(ConfigError, match="expected more than 0"):
         Limits(**wrong)  # type: ignore[arg-type]
 
 

@@ -69,18 +69,18 @@ def test_one_image_is_named_as_predict_names_it(client: httpx.Client, vit: vitra
     assert (found["model"], found["engine"]) == ("small", "torch")
     assert found["ms"] > 0
     [result] = found["results"]
-    wanted = vit.predict(data, top=3)
-    assert [(p["label"], p["index"]) for p in result["predictions"]] == [(p.label, p.index) for p in wanted]
-    assert [p["score"] for p in result["predictions"]] == pytest.approx([p.score for p in wanted], abs=1e-6)
+    expected = vit.predict(data, top=3)
+    assert [(p["label"], p["index"]) for p in result["predictions"]] == [(p.label, p.index) for p in expected]
+    assert [p["score"] for p in result["predictions"]] == pytest.approx([p.score for p in expected], abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["form", "json"])
 def test_several_images_are_answered_in_order(client: httpx.Client, vit: vitrail.Model, kind: str) -> None:
     files = [photo(i, "PNG" if i % 2 else "JPEG") for i in range(11)]
     found = client.post("/v1/predict", **bodies(files)[kind]).json()["results"]
-    for result, wanted in zip(found, vit.predict(files), strict=True):
-        assert [p["index"] for p in result["predictions"]] == [p.index for p in wanted]
-        assert [p["score"] for p in result["predictions"]] == pytest.approx([p.score for p in wanted], abs=1e-6)
+    for result, expected in zip(found, vit.predict(files), strict=True):
+        assert [p["index"] for p in result["predictions"]] == [p.index for p in expected]
+        assert [p["score"] for p in result["predictions"]] == pytest.approx([p.score for p in expected], abs=1e-6)
 
 
 def test_features_are_those_of_embed(client: httpx.Client, vit: vitrail.Model) -> None:
@@ -99,9 +99,9 @@ def test_hidden_patches_are_hidden_from_the_network(client: httpx.Client, vit: v
     mask[[0, 5, 15]] = True
     left = mask_patches(image, replacement_pixels(image[None], fill)[0], mask.view(1, 4, 4))
     with torch.no_grad():
-        wanted = vit.net(left).softmax(1)[0]
+        expected = vit.net(left).softmax(1)[0]
     scores = {p["index"]: p["score"] for p in found["results"][0]["predictions"]}
-    assert [scores[i] for i in range(5)] == pytest.approx(wanted.tolist(), abs=0.01)  # pixels are rounded to bytes
+    assert [scores[i] for i in range(5)] == pytest.approx(expected.tolist(), abs=0.01)  # pixels are rounded to bytes
     whole = {p.index: p.score for p in vit.predict(data)}
     assert max(abs(scores[i] - whole[i]) for i in range(5)) > 0.001
 
@@ -122,10 +122,12 @@ def test_features_are_those_of_the_image_without_the_hidden_patches(
             row, column = 8 * (patch // 4), 8 * (patch % 4)
             image[:, row : row + 8, column : column + 8] = instead[:, row : row + 8, column : column + 8]
         with torch.no_grad():
-            wanted = vit.net.features(image[None], outputs="pooled").pooled[0].numpy()
+            expected = vit.net.features(image[None], outputs="pooled").pooled[0].numpy()
         got = np.array(found[number]["embedding"])
-        assert np.abs(got - wanted).max() < 0.25 * np.abs(whole[number] - wanted).max()  # pixels are rounded to bytes
-        assert np.abs(got - wanted).max() < 0.01
+        assert (
+            np.abs(got - expected).max() < 0.25 * np.abs(whole[number] - expected).max()
+        )  # pixels are rounded to bytes
+        assert np.abs(got - expected).max() < 0.01
 
 
 def test_hiding_a_patch_outside_the_grid_is_rejected(client: httpx.Client) -> None:

@@ -115,7 +115,9 @@ def plain(tensors: dict[str, Any]) -> State:
     return {name: full_tensor(t).detach().clone() for name, t in tensors.items()}
 
 
-def close(got: State, wanted: State, within: float) -> None:
-    assert set(got) == set(wanted)
-    for name in wanted:
-        torch.testing.assert_close(got[name], wanted[name], rtol=within, atol=within, msg=lambda m, n=name: f"{n}: {m}")
+def close(got: State, expected: State, within: float) -> None:
+    assert set(got) == set(expected)
+    for name in expected:
+        torch.testing.assert_close(
+            got[name], expected[name], rtol=within, atol=within, msg=lambda m, n=name: f"{n}: {m}"
+        )

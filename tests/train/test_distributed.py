@@ -66,9 +66,9 @@ def gradients(config: TrainConfig, parts: int) -> State:
 def test_gradients_are_those_of_one_process(processes: Processes, parallel: str, world: int, parts: int) -> None:
     learner = Learner().double()
     backward(learner, ALONE, 1)
-    wanted = {n: p.grad for n, p in learner.named_parameters()}
+    expected = {n: p.grad for n, p in learner.named_parameters()}
     for got in processes.run(gradients, settings(parallel), parts, world=world):
-        close(got, wanted, EXACT)
+        close(got, expected, EXACT)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_neither_recomputing_nor_compiling_changes_them(
 ) -> None:
     learner = Learner().double()
     backward(learner, ALONE, 1)
-    wanted = {n: p.grad for n, p in learner.named_parameters()}
-    close(processes.run(gradients, settings(parallel).replace(**how), 2, world=2)[0], wanted, EXACT)
+    expected = {n: p.grad for n, p in learner.named_parameters()}
+    close(processes.run(gradients, settings(parallel).replace(**how), 2, world=2)[0], expected, EXACT)
 
 
 @pytest.mark.parametrize("train", ["head", 1])
@@ -92,9 +92,9 @@ def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_same(
     learner = Learner().double()
     freeze(learner, train)
     backward(learner, ALONE, 1)
-    wanted = {n: p.grad for n, p in learner.named_parameters() if p.grad is not None}
-    assert 0 < len(wanted) < len(list(learner.parameters()))
-    close(processes.run(gradients, settings(parallel, trainable=train), 1, world=2)[0], wanted, EXACT)
+    expected = {n: p.grad for n, p in learner.named_parameters() if p.grad is not None}
+    assert 0 < len(expected) < len(list(learner.parameters()))
+    close(processes.run(gradients, settings(parallel, trainable=train), 1, world=2)[0], expected, EXACT)
 
 
 def ten_steps(config: TrainConfig) -> tuple[list[float], State]:
@@ -156,15 +156,15 @@ def measured_twice(parallel: str) -> tuple[list[Tensor], list[float], bool]:
 def test_the_network_is_measured_between_steps_with_its_own_weights_and_with_the_average(
     processes: Processes, parallel: str
 ) -> None:
-    wanted: list[Tensor] = []
-    alone = trained(ALONE, settings(), range(3), begin=lambda r: wanted.extend(measured(r)), decay=0.5)
-    wanted += measured(alone)
-    assert torch.equal(wanted[3], wanted[5])
-    assert not torch.allclose(wanted[3], wanted[4], rtol=1e-3)
+    expected: list[Tensor] = []
+    alone = trained(ALONE, settings(), range(3), begin=lambda r: expected.extend(measured(r)), decay=0.5)
+    expected += measured(alone)
+    assert torch.equal(expected[3], expected[5])
+    assert not torch.allclose(expected[3], expected[4], rtol=1e-3)
     for got, losses, sharded in processes.run(measured_twice, parallel, world=2):
         assert sharded == (parallel == "fsdp")
         np.testing.assert_allclose(losses, alone.losses, rtol=STEPPED)
-        for a, b in zip(got, wanted, strict=True):
+        for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=STEPPED, atol=STEPPED)
 
 
@@ -176,9 +176,9 @@ def first_values(config: TrainConfig) -> State:
 
 
 def test_first_values_do_not_depend_on_sharding(processes: Processes) -> None:
-    wanted = Learner(seed=3).state_dict()
+    expected = Learner(seed=3).state_dict()
     for got in processes.run(first_values, settings("fsdp"), world=4):
-        assert all(torch.equal(got[name], value) for name, value in wanted.items())
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
 class Headless(Learner):
@@ -206,11 +206,11 @@ def unused(parallel: str) -> State:
 def test_an_objective_may_leave_parameters_out(processes: Processes, parallel: str) -> None:
     learner = Headless().double()
     backward(learner, ALONE, 2)
-    wanted = {n: p.grad for n, p in learner.named_parameters() if p.grad is not None}
-    assert "net.head.weight" not in wanted
+    expected = {n: p.grad for n, p in learner.named_parameters() if p.grad is not None}
+    assert "net.head.weight" not in expected
     got = processes.run(unused, parallel, world=2)[0]
-    close({n: g for n, g in got.items() if n in wanted}, wanted, EXACT)
-    assert not any(g.any() for n, g in got.items() if n not in wanted)
+    close({n: g for n, g in got.items() if n in expected}, expected, EXACT)
+    assert not any(g.any() for n, g in got.items() if n not in expected)
 
 
 def in_bfloat16(parallel: str) -> tuple[State, set[torch.dtype]]:

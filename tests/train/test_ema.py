@@ -27,15 +27,15 @@ def weights(learner: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("warmup", [True, False])
 def test_it_is_the_average_by_its_definition(warmup: bool) -> None:
     learner = Learner().double()
-    ema, wanted = EMA(learner, 0.6, warmup=warmup), {n: p.numpy().copy() for n, p in weights(learner).items()}
+    ema, expected = EMA(learner, 0.6, warmup=warmup), {n: p.numpy().copy() for n, p in weights(learner).items()}
     for step in range(8):
         move(learner, step)
         ema.update(step)
         decay = min(0.6, (1 + step) / (10 + step)) if warmup else 0.6
         for name, weight in weights(learner).items():
-            wanted[name] = decay * wanted[name] + (1 - decay) * weight.numpy()
+            expected[name] = decay * expected[name] + (1 - decay) * weight.numpy()
     for name, average in ema.state_tensors().items():
-        np.testing.assert_allclose(average.numpy(), wanted[name], rtol=1e-12, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(average.numpy(), expected[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
 def test_the_first_values_are_soon_forgotten_and_the_decay_is_then_as_asked() -> None:
@@ -116,7 +116,7 @@ def test_other_tensors_are_refused_by_name() -> None:
         ema.load_state_tensors({n: t for n, t in state.items() if n != "net.head.bias"})
     with pytest.raises(TrainError, match="include 'more', which this run does not train"):
         ema.load_state_tensors(state | {"more": torch.zeros(1)})
-    with pytest.raises(TrainError, match=r"have 'scale' as torch.float32 \(2,\), wanted torch.float32 \(1,\)"):
+    with pytest.raises(TrainError, match=r"have 'scale' as torch.float32 \(2,\), expected torch.float32 \(1,\)"):
         ema.load_state_tensors(state | {"scale": torch.zeros(2)})
-    with pytest.raises(TrainError, match=r"as torch.float64 \(1,\), wanted torch.float32"):
+    with pytest.raises(TrainError, match=r"as torch.float64 \(1,\), expected torch.float32"):
         ema.load_state_tensors(state | {"scale": torch.zeros(1, dtype=torch.float64)})

@@ -25,7 +25,7 @@ HALF = 1 / math.sqrt(2)
 
 
 @pytest.mark.parametrize(
-    ("settings", "wanted"),
+    ("settings", "expected"),
     [
         ({"kind": "constant"}, [1, 1, 1, 1]),
         ({"kind": "linear"}, [1, 0.75, 0.5, 0.25]),
@@ -43,9 +43,9 @@ HALF = 1 / math.sqrt(2)
         ({"kind": "constant", "warmup": epochs(0.2), "cooldown": images(20)}, [0.5, 1, 1, 0.5]),
     ],
 )
-def test_four_steps_by_hand(settings: dict[str, Any], wanted: list[float]) -> None:
+def test_four_steps_by_hand(settings: dict[str, Any], expected: list[float]) -> None:
     line = schedule(4, **settings)
-    assert [line(step) for step in range(4)] == pytest.approx(wanted, abs=1e-12)
+    assert [line(step) for step in range(4)] == pytest.approx(expected, abs=1e-12)
 
 
 def big_vision(step: int, kind: str, total: int, warmup: int, cooldown: int, timescale: int, end: float) -> float:

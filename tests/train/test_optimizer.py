@@ -69,21 +69,21 @@ def test_adamw_is_its_definition_and_decay_may_follow_the_schedule_alone(
         lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, decay_by=decay_by, layer_decay=layer_decay
     )
     learner = Learner().double()
-    optimizer, wanted = make_optimizer(learner, config), values(learner)
-    memory = {name: (np.zeros_like(p), np.zeros_like(p)) for name, p in wanted.items()}
+    optimizer, expected = make_optimizer(learner, config), values(learner)
+    memory = {name: (np.zeros_like(p), np.zeros_like(p)) for name, p in expected.items()}
     for t, factor in enumerate(FACTORS, 1):
         for name, g in gradients(learner, t).items():
             inner = name.removeprefix("net.")
             depth = NET.depth + 1 if name == "scale" else learner.net.layer_id(inner)
             lr = 0.01 * (layer_decay or 1.0) ** (NET.depth + 1 - depth)
-            p = wanted[name]
+            p = expected[name]
             direction, *memory[name] = adam(p, *memory[name], g, t, config)  # type: ignore[assignment]
             decay = 0.3 if name in kernels(learner) else 0.0
             # big_vision: the decay is not multiplied by the learning rate, whoever's it is
-            wanted[name] = p - factor * lr * direction - factor * (lr if decay_by == "lr" else 1.0) * decay * p
+            expected[name] = p - factor * lr * direction - factor * (lr if decay_by == "lr" else 1.0) * decay * p
         optimizer.step(factor)
     for name, got in values(learner).items():
-        np.testing.assert_allclose(got, wanted[name], rtol=1e-12, atol=1e-13, err_msg=name)
+        np.testing.assert_allclose(got, expected[name], rtol=1e-12, atol=1e-13, err_msg=name)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -92,21 +92,21 @@ def test_adamw_is_its_definition_and_decay_may_follow_the_schedule_alone(
 def test_sgd_is_its_definition(decay_by: Any, momentum: float, nesterov: bool) -> None:
     config = OptimConfig(kind="sgd", lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=0.2, decay_by=decay_by)
     learner = Learner().double()
-    optimizer, wanted = make_optimizer(learner, config), values(learner)
-    memory = {name: np.zeros_like(p) for name, p in wanted.items()}
+    optimizer, expected = make_optimizer(learner, config), values(learner)
+    memory = {name: np.zeros_like(p) for name, p in expected.items()}
     for t, factor in enumerate(FACTORS):
         for name, g in gradients(learner, t).items():
-            p, decay = wanted[name], 0.2 if name in kernels(learner) else 0.0
+            p, decay = expected[name], 0.2 if name in kernels(learner) else 0.0
             if decay_by == "schedule":
                 p = p * (1 - factor * decay)
             else:
                 g = g + decay * p
             memory[name] = momentum * memory[name] + g
             move = g + momentum * memory[name] if nesterov else memory[name]
-            wanted[name] = p - factor * 0.1 * move
+            expected[name] = p - factor * 0.1 * move
         optimizer.step(factor)
     for name, got in values(learner).items():
-        np.testing.assert_allclose(got, wanted[name], rtol=1e-12, atol=1e-13, err_msg=name)
+        np.testing.assert_allclose(got, expected[name], rtol=1e-12, atol=1e-13, err_msg=name)
 
 
 def newton_schulz(g: np.ndarray) -> np.ndarray:
@@ -123,14 +123,14 @@ def newton_schulz(g: np.ndarray) -> np.ndarray:
 def test_muon_turns_the_matrices_of_blocks_and_adamw_has_the_rest(decay_by: Any) -> None:
     config = OptimConfig(kind="muon", lr=0.01, weight_decay=0.1, decay_by=decay_by)
     learner = Learner().double()
-    optimizer, wanted = make_optimizer(learner, config), values(learner)
+    optimizer, expected = make_optimizer(learner, config), values(learner)
     turned = {n for n in kernels(learner) if n.startswith("net.blocks.")}
     assert {n.rsplit(".", 2)[1] for n in turned} == {"qkv", "out", "up", "down"}
-    zeros = {name: np.zeros_like(p) for name, p in wanted.items()}
+    zeros = {name: np.zeros_like(p) for name, p in expected.items()}
     memory = {name: (z, z) for name, z in zeros.items()}
     for t, factor in enumerate(FACTORS, 1):
         for name, g in gradients(learner, t).items():
-            p, decay = wanted[name], 0.1 if name in kernels(learner) else 0.0
+            p, decay = expected[name], 0.1 if name in kernels(learner) else 0.0
             p = p - factor * (0.01 if decay_by == "lr" else 1.0) * decay * p
             if name in turned:
                 buffer = 0.95 * memory[name][0] + 0.05 * g
@@ -140,10 +140,10 @@ def test_muon_turns_the_matrices_of_blocks_and_adamw_has_the_rest(decay_by: Any)
                 )  # Nesterov, then AdamW's size
             else:
                 direction, *memory[name] = adam(p, *memory[name], g, t, config)  # type: ignore[assignment]
-            wanted[name] = p - factor * 0.01 * direction
+            expected[name] = p - factor * 0.01 * direction
         optimizer.step(factor)
     for name, got in values(learner).items():
-        np.testing.assert_allclose(got, wanted[name], rtol=1e-10, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(got, expected[name], rtol=1e-10, atol=1e-12, err_msg=name)
     assert {n for n in optimizer.state_tensors() if n.startswith("momentum_buffer/")} == {
         f"momentum_buffer/{n}" for n in turned
     }
@@ -241,22 +241,22 @@ def test_layer_decay_is_timms_on_the_same_network() -> None:
     groups = param_groups_layer_decay(
         theirs, weight_decay=0.05, layer_decay=0.7, no_weight_decay_list=theirs.no_weight_decay()
     )
-    names, wanted = {id(p): n for n, p in theirs.named_parameters()}, {}
+    names, expected = {id(p): n for n, p in theirs.named_parameters()}, {}
     for group in groups:
         for p in group["params"]:
             name = names[id(p)]
             for old, new in TIMM.items():
                 name = name.replace(old, new)
-            wanted[f"net.{name}"] = (group["lr_scale"], group["weight_decay"])
-    wanted["net.positions.0.prefix"] = wanted["net.positions.0.table"]  # one tensor there, two here
+            expected[f"net.{name}"] = (group["lr_scale"], group["weight_decay"])
+    expected["net.positions.0.prefix"] = expected["net.positions.0.table"]  # one tensor there, two here
     learner = Plain(NET.replace(depth=3, num_registers=0, layer_scale=None))
     optimizer = make_optimizer(learner, OptimConfig(lr=1.0, weight_decay=0.05, layer_decay=0.7))
     found = speeds(learner, optimizer)
     for name in ("net.norm.weight", "net.norm.bias"):  # MAE's and BEiT's code count it with the head, timm below it
         assert found.pop(name) == (1.0, 0.0)
-        assert wanted.pop(name) == (0.7, 0.0)
-    assert found == {name: (pytest.approx(scale), decay) for name, (scale, decay) in wanted.items()}
-    assert len({scale for scale, _ in wanted.values()}) == 5, "stem, three blocks, head"
+        assert expected.pop(name) == (0.7, 0.0)
+    assert found == {name: (pytest.approx(scale), decay) for name, (scale, decay) in expected.items()}
+    assert len({scale for scale, _ in expected.values()}) == 5, "stem, three blocks, head"
 
 
 def speeds(learner: nn.Module, optimizer: Optimizer) -> dict[str, tuple[float, float]]:
@@ -296,15 +296,15 @@ def test_the_head_and_what_the_objective_adds_may_learn_faster() -> None:
 def test_only_what_was_chosen_learns(train: Any, prefixes: tuple[str, ...]) -> None:
     learner = Learner(config=RICH).double()
     freeze(learner, train)
-    wanted = {n for n, _ in learner.named_parameters() if n.removeprefix("net.").startswith(prefixes)} | {"scale"}
-    assert {n for n, p in learner.named_parameters() if p.requires_grad} == wanted
+    expected = {n for n, _ in learner.named_parameters() if n.removeprefix("net.").startswith(prefixes)} | {"scale"}
+    assert {n for n, p in learner.named_parameters() if p.requires_grad} == expected
     optimizer = make_optimizer(learner, OptimConfig(trainable=train, lr=0.1, weight_decay=0.1))
     before = values(learner)
     backward(learner, ALONE, 0)
     optimizer.step(1.0)
     moved = {n for n, v in values(learner).items() if not np.array_equal(v, before[n])}
-    assert moved == wanted
-    assert {n.partition("/")[2] for n in optimizer.state_tensors()} == wanted
+    assert moved == expected
+    assert {n.partition("/")[2] for n in optimizer.state_tensors()} == expected
 
 
 def test_even_where_nobody_froze_it_nothing_else_moves() -> None:
@@ -334,11 +334,11 @@ def test_clipping_is_torchs(largest: float | None) -> None:
     optimizer = make_optimizer(ours, OptimConfig())
     for learner in (ours, theirs):
         gradients(learner, 0)
-    wanted = torch.nn.utils.clip_grad_norm_(theirs.parameters(), largest or float("inf"))
-    assert torch.equal(optimizer.clip_grad_norm(largest), wanted)
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), largest or float("inf"))
+    assert torch.equal(optimizer.clip_grad_norm(largest), expected)
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad), name
-    assert float(optimizer.clip_grad_norm(None)) == pytest.approx(min(largest or 1e9, float(wanted)), rel=1e-4)
+    assert float(optimizer.clip_grad_norm(None)) == pytest.approx(min(largest or 1e9, float(expected)), rel=1e-4)
 
 
 def test_a_step_without_gradients_can_be_left_out() -> None:

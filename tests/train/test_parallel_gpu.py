@@ -57,7 +57,7 @@ def on_gpu(parallel: str, precision: str, compiled: bool, kind: str, folder: str
     config = settings(parallel, kind=kind).replace(precision=precision)
     with DistributedContext.from_env("cuda") as distributed:
         alone = Learner().to(distributed.device)
-        wanted = plain(steps(alone, alone, config, distributed.device))
+        expected = plain(steps(alone, alone, config, distributed.device))
         learner = Learner().to(distributed.device)
         wrapped = wrap(learner, config, distributed)
         assert wrapped is not learner or parallel == "fsdp"
@@ -72,7 +72,7 @@ def on_gpu(parallel: str, precision: str, compiled: bool, kind: str, folder: str
         whole = plain(got)
         # The gradient of a key's bias is 0, so what there is of it is rounding, and Adam makes steps of it.
         same_arithmetic = precision == "float32" and not compiled
-        compared = {n: w for n, w in wanted.items() if same_arithmetic or n.startswith("learner/net.head")}
+        compared = {n: w for n, w in expected.items() if same_arithmetic or n.startswith("learner/net.head")}
         worst = max((float((whole[n] - w).norm() / w.norm().clamp(min=1e-9)), n) for n, w in compared.items())
         return {
             "worst": worst,

@@ -128,7 +128,7 @@ def test_other_tensors_than_those_wanted_are_named(saved: tuple[Path, State]) ->
         load_sharded(folder, {k: v for k, v in had.items() if k != name}, ALONE)
     with pytest.raises(CheckpointError, match="lacks 'more'"):
         load_sharded(folder, had | {"more": torch.zeros(1)}, ALONE)
-    with pytest.raises(CheckpointError, match="wanted 6 in"):
+    with pytest.raises(CheckpointError, match="expected 6 in"):
         load_sharded(folder, had | {name: torch.zeros(6)}, ALONE)
 
 

@@ -167,10 +167,10 @@ def test_the_best_weights_of_a_resumed_run_are_used_where_those_of_the_first_sit
     distributed = DistributedContext(torch.device("cpu"))
     trainer = Trainer(prepare_run(digits(), distributed), distributed)
     checkpoints = CheckpointManager(tmp_path, distributed)
-    wanted = trainer.model_weights()
-    checkpoints.save_best({"a": torch.ones(3)} | wanted, Progress(step=1))  # three numbers, which move what follows
+    expected = trainer.model_weights()
+    checkpoints.save_best({"a": torch.ones(3)} | expected, Progress(step=1))  # three numbers, which move what follows
     checkpoints.close()
     found = CheckpointManager(tmp_path, distributed).read_best(1)
     assert found is not None
     assert away(found)
-    assert away(trainer.build_model({name: found[name] for name in wanted}).state_dict()) == []
+    assert away(trainer.build_model({name: found[name] for name in expected}).state_dict()) == []

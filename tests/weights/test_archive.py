@@ -53,10 +53,10 @@ KINDS: dict[str, Callable[[dict[str, Tensor], Path], None]] = {
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def check(archive: Archive, wanted: dict[str, Tensor]) -> None:
-    assert set(archive.tensors) == set(wanted)
-    assert len(archive.tensors) == len(wanted)
-    for name, tensor in wanted.items():
+def check(archive: Archive, expected: dict[str, Tensor]) -> None:
+    assert set(archive.tensors) == set(expected)
+    assert len(archive.tensors) == len(expected)
+    for name, tensor in expected.items():
         assert archive.shape(name) == tuple(tensor.shape)
         assert archive.tensors[name].dtype == tensor.dtype
         assert torch.equal(archive.tensors[name], tensor)
@@ -95,11 +95,11 @@ def test_the_real_checkpoint_opens(real_checkpoint: Path):
 def test_every_golden_npz_opens_with_numpys_values():
     for path in (ROOT / "tests" / "golden").glob("*.npz"):
         archive = open_archive(path)
-        with np.load(path) as wanted:
-            numbers = {n for n in wanted.files if wanted[n].dtype.kind in "biufc"}
+        with np.load(path) as expected:
+            numbers = {n for n in expected.files if expected[n].dtype.kind in "biufc"}
             assert set(archive.tensors) == numbers
             name = sorted(numbers)[0]
-            assert np.array_equal(archive.tensors[name].numpy(), wanted[name])
+            assert np.array_equal(archive.tensors[name].numpy(), expected[name])
 
 
 def test_jax_stores_bfloat16_without_a_type_and_it_is_found_again(tmp_path: Path):
@@ -249,7 +249,7 @@ def test_the_prefixes_of_wrappers_go_only_where_every_name_has_them(tmp_path: Pa
             {"first": TENSORS, "second": TENSORS},
             "first, second, none of which has a known name; choose one with section=",
         ),
-        ([torch.ones(1)], "contains a list, wanted a dictionary of tensors"),
+        ([torch.ones(1)], "contains a list, expected a dictionary of tensors"),
         ({"epoch": 3}, "contains no tensors"),
         ({0: {"average": torch.ones(1)}}, "contains no tensors"),
         ({}, "contains no tensors"),

@@ -245,7 +245,7 @@ def test_other_precisions_become_single_aloud_or_stay(kind: str, dtype: torch.dt
         np.savez(path, **{name: t.contiguous().view(torch.int16).numpy().view("V2") for name, t in whole.items()})
     else:
         rewritten(path, whole)
-    wanted = {name: t.to(dtype) for name, t in net.state_dict().items()}
+    expected = {name: t.to(dtype) for name, t in net.state_dict().items()}
     word = str(dtype).removeprefix("torch.")
     for asked, got, note in (
         ({}, torch.float32, f"stored as {word}, loaded as float32."),
@@ -257,7 +257,7 @@ def test_other_precisions_become_single_aloud_or_stay(kind: str, dtype: torch.dt
         assert said == ([note] if note and got != dtype else [])
         for name, tensor in read.state_dict().items():
             assert tensor.dtype == got
-            assert torch.equal(tensor, wanted[name].to(got)), name
+            assert torch.equal(tensor, expected[name].to(got)), name
 
 
 def test_mixed_precisions_are_all_told(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_truncated_file_is_an_error(kind: str, share: float, tmp_path: Path) -
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(99), "a PNG image; wanted safetensors, npz or a torch.save file"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(99), "a PNG image; expected safetensors, npz or a torch.save file"),
         (b"<!DOCTYPE html><html>", "an HTML page, not weights"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
         (b"hello", "a text file that starts with 'hello'"),

@@ -66,7 +66,7 @@ def test_a_bracket_begins_a_name_where_it_is_no_json(tmp_path: Path):
         ('["cat", 3]', "class 1 has no name"),
         ("[]", "no class names"),
         ('{"0": "cat", "2": "dog"}', r"index 1 of 0 to 1 has no name"),
-        ('{"cat": "dog"}', "wanted indices"),
+        ('{"cat": "dog"}', "expected indices"),
         ('{"00": "cat", "0": "dog"}', "index 1"),
     ],
 )
@@ -82,7 +82,7 @@ def test_broken_json_and_other_bytes_are_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"x\.json is not valid JSON"):
         read_labels(tmp_path / "x.json")
     (tmp_path / "x.json").write_text('"cat"')
-    with pytest.raises(ConfigError, match="wanted a list of names"):
+    with pytest.raises(ConfigError, match="expected a list of names"):
         read_labels(tmp_path / "x.json")
     (tmp_path / "x.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not UTF-8"):
@@ -92,7 +92,7 @@ def test_broken_json_and_other_bytes_are_named(tmp_path: Path):
 
 
 def test_a_wrong_count_says_both_numbers():
-    with pytest.raises(ConfigError, match="got 3 names, wanted 1000"):
+    with pytest.raises(ConfigError, match="got 3 names, expected 1000"):
         read_labels(NAMES, count=1000)
 
 
@@ -132,10 +132,10 @@ def test_the_packages_agree_with_imagenet_itself(monkeypatch: pytest.MonkeyPatch
     names = imagenet_1k()
     assert names is not None
     assert len(set(names)) == 1000
-    wanted = [n.replace("_", " ") for n in json.loads((imagenet_val / "classes.json").read_text())]
-    different = {i for i, (ours, theirs) in enumerate(zip(names, wanted, strict=True)) if ours != theirs}
+    expected = [n.replace("_", " ") for n in json.loads((imagenet_val / "classes.json").read_text())]
+    different = {i for i, (ours, theirs) in enumerate(zip(names, expected, strict=True)) if ours != theirs}
     assert different <= {134, 517, 639}  # two cranes and two maillots are told apart
-    assert all(names[i].startswith(wanted[i]) for i in different)
+    assert all(names[i].startswith(expected[i]) for i in different)
 
 
 def test_timms_order_is_imagenets(imagenet_val: Path):

@@ -102,10 +102,10 @@ def test_area_is_the_mean_of_what_lies_under_a_pixel() -> None:
                     total += tall * wide * pixels[j, i]
             whole[y, x] = total / (50 / height * 37 / width)
     first = (height - 16) // 2, (width - 16) // 2
-    wanted = whole[first[0] : first[0] + 16, first[1] : first[1] + 16]
+    expected = whole[first[0] : first[0] + 16, first[1] : first[1] + 16]
     assert got.dtype == np.uint8
-    assert np.abs(got - np.floor(wanted + 1e-4)).max() <= 1
-    assert (got == np.floor(wanted + 1e-4)).mean() > 0.99
+    assert np.abs(got - np.floor(expected + 1e-4)).max() <= 1
+    assert (got == np.floor(expected + 1e-4)).mean() > 0.99
 
 
 def test_saying_the_family_that_was_found_changes_nothing(tmp_path: Path) -> None:

@@ -194,15 +194,15 @@ def test_positions_are_resized_as_their_code_does(
 ) -> None:
     state = make()
     net, _ = read({"model": state}, tmp_path)
-    wanted = facebooks_positions(state["pos_embed"], *grid, convention)  # class token, patches
-    got = net.positions[0](grid, wanted)  # class token, registers, patches
+    expected = facebooks_positions(state["pos_embed"], *grid, convention)  # class token, patches
+    got = net.positions[0](grid, expected)  # class token, registers, patches
     registers = net.config.num_registers
-    assert torch.equal(got[:1], wanted[:1])
+    assert torch.equal(got[:1], expected[:1])
     assert not got[1 : 1 + registers].any()
-    assert (got[1 + registers :] - wanted[1:]).abs().max() <= 1e-6
+    assert (got[1 + registers :] - expected[1:]).abs().max() <= 1e-6
     size = tuple(n * side for n, side in zip(grid, pair(net.config.patch_size), strict=True))
     large = net.resized((size[0], size[1]))
-    assert (large.positions[0].table.flatten(0, 1) - wanted[1:]).abs().max() <= 1e-6
+    assert (large.positions[0].table.flatten(0, 1) - expected[1:]).abs().max() <= 1e-6
     images = torch.randn(1, 3, *size)
     with torch.no_grad():
         assert relative(net(images), large(images)) <= 1e-6

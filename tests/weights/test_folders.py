@@ -105,7 +105,7 @@ def test_an_index_of_indices_is_refused(tmp_path: Path):
 
 
 def test_a_folder_without_weights_says_what_was_looked_for(tmp_path: Path):
-    with pytest.raises(NotFoundError, match=r"contains nothing; wanted model.safetensors, .*pytorch_model.bin"):
+    with pytest.raises(NotFoundError, match=r"contains nothing; expected model.safetensors, .*pytorch_model.bin"):
         open_archive(tmp_path)
     (tmp_path / "tf_model.h5").touch()
     with pytest.raises(NotFoundError, match=r"contains tf_model\.h5"):

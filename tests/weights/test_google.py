@@ -55,9 +55,9 @@ def read(form: Format, values: Arrays) -> tuple[ViT, ModelInfo]:
     return net.eval(), info
 
 
-def same(got: Arrays, wanted: Arrays) -> None:
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
+def same(got: Arrays, expected: Arrays) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
         np.testing.assert_array_equal(got[name], value, err_msg=name, strict=True)
 
 
@@ -77,34 +77,34 @@ def saved(values: Arrays, path: Path) -> Path:
 def test_outputs_are_the_originals(name: str) -> None:
     net, info = checkpoint.read(golden(f"{name}.npz"))
     assert isinstance(net, ViT)
-    wanted = outputs(name)
-    images = wanted["images_nhwc"].permute(0, 3, 1, 2)
+    expected = outputs(name)
+    images = expected["images_nhwc"].permute(0, 3, 1, 2)
     with torch.no_grad():
         given = net.features(images, outputs=("logits", "pre_logits"))
         encoded = net.norm_before_pool(net.encode(*net.embed(images)))
-    assert relative(net(images).detach(), wanted["logits"]) <= 1e-5
-    assert relative(given.logits, wanted["logits"]) <= 1e-5
-    if "encoded" in wanted:
-        assert relative(encoded, wanted["encoded"]) <= 1e-5
-    if "pre_logits" in wanted:
-        assert relative(given.pre_logits, wanted["pre_logits"]) <= 1e-5
+    assert relative(net(images).detach(), expected["logits"]) <= 1e-5
+    assert relative(given.logits, expected["logits"]) <= 1e-5
+    if "encoded" in expected:
+        assert relative(encoded, expected["encoded"]) <= 1e-5
+    if "pre_logits" in expected:
+        assert relative(given.pre_logits, expected["pre_logits"]) <= 1e-5
     assert info.labels is None
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_positions_are_resized_as_the_original_does(name: str) -> None:
     net, info = checkpoint.read(golden(f"{name}.npz"))
-    config, wanted = info.config, outputs(name)
+    config, expected = info.config, outputs(name)
     assert isinstance(config, ViTConfig)
-    rows, columns = wanted["resized_grid"].tolist()
+    rows, columns = expected["resized_grid"].tolist()
     table = resample(net.state_dict()["positions.0.table"], (rows, columns), "google")
-    patches = wanted["pos_embedding_resized"][0, config.num_positioned_prefix_tokens :]
+    patches = expected["pos_embedding_resized"][0, config.num_positioned_prefix_tokens :]
     assert (table.flatten(0, 1) - patches).abs().max() <= 1e-6
     stride = config.stem.stride if config.stem else 1
     height, width = (n * side * stride for n, side in zip((rows, columns), pair(config.patch_size), strict=True))
     resized = net.resized((height, width))
     whole = google.GOOGLE.table(resized.config).write(resized.state_dict(), resized.config)[google.ORIGINAL_POSITION]
-    assert (whole - wanted["pos_embedding_resized"]).abs().max() <= 1e-6
+    assert (whole - expected["pos_embedding_resized"]).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("name", ORIGINALS + BIG_VISION)
@@ -139,8 +139,8 @@ def test_what_is_written_is_what_was_read(name: str, tmp_path: Path) -> None:
 )
 def test_the_config_is_read_from_names_and_shapes(name: str, options: dict[str, Any]) -> None:
     _, info = checkpoint.read(golden(f"{name}.npz"))
-    wanted = {"patch_size": 8, "width": 48, "depth": 3, "num_heads": 4, "mlp_dim": 128, "num_classes": 10} | options
-    assert info.config == ViTConfig(activation="gelu-tanh", norm_eps=1e-6, resample="google", **wanted)
+    expected = {"patch_size": 8, "width": 48, "depth": 3, "num_heads": 4, "mlp_dim": 128, "num_classes": 10} | options
+    assert info.config == ViTConfig(activation="gelu-tanh", norm_eps=1e-6, resample="google", **expected)
     family = "ViT" if name in ORIGINALS else "BV"
     assert (info.family, info.task) == (family, "classify")
     usual = FAMILIES[family].preprocess
@@ -253,9 +253,9 @@ def test_every_spelling_of_big_vision_is_the_same_network(name: str, spelling: s
     values = respelled(arrays(name))
     assert [f for f in google.FORMATS if f.detect(archive(values)) is not None] == [form]
     net, info = read(form, values)
-    wanted, description = checkpoint.read(golden(f"{name}.npz"))
+    expected, description = checkpoint.read(golden(f"{name}.npz"))
     assert info.config == description.config
-    equal(net, wanted)
+    equal(net, expected)
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -285,8 +285,8 @@ def test_bfloat16_as_numpy_stores_it_is_read(tmp_path: Path) -> None:
     void = {k: v.bfloat16().view(torch.int16).numpy().view("V2") for k, v in exact.items()}
     net, _ = checkpoint.read(saved(void, tmp_path / "half.npz"), dtype=None)
     assert {t.dtype for t in net.state_dict().values()} == {torch.bfloat16}
-    wanted, _ = checkpoint.read(golden("bigvision_tok.npz"))
-    for name, value in wanted.state_dict().items():
+    expected, _ = checkpoint.read(golden("bigvision_tok.npz"))
+    for name, value in expected.state_dict().items():
         assert torch.equal(net.state_dict()[name], value.bfloat16()), name
 
 
@@ -330,7 +330,7 @@ def test_positions_of_n_plus_one_rows_place_big_visions_class_token_too() -> Non
             {google.ORIGINAL_POSITION: np.zeros((1, 26, 48), np.float32)},
             "26 rows, which is not a square grid, and",
         ),
-        ("google_gap", {google.ORIGINAL_POSITION: np.zeros((25, 48), np.float32)}, "wanted 3 dimensions"),
+        ("google_gap", {google.ORIGINAL_POSITION: np.zeros((25, 48), np.float32)}, "expected 3 dimensions"),
         ("google_token", {"head/kernel": np.zeros((47, 10), np.float32)}, "wrong shapes: head.weight"),
         ("bigvision_tok", {"params/MAPHead_0/probe": np.zeros((1, 1, 48), np.float32)}, "missing MAPHead_0/"),
     ],

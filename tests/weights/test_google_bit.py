@@ -57,10 +57,10 @@ def test_outputs_are_big_visions() -> None:
 def test_what_is_written_is_what_was_read(tmp_path: Path) -> None:
     net, info = checkpoint.read(golden("bigvision_bit_small.npz"))
     checkpoint.write(net, info, tmp_path / "again.npz", to="big_vision")
-    again, wanted = np.load(tmp_path / "again.npz"), np.load(golden("bigvision_bit_small.npz"))
-    assert set(again.files) == set(wanted.files)
-    for name in wanted.files:
-        np.testing.assert_array_equal(again[name], wanted[name], err_msg=name, strict=True)
+    again, expected = np.load(tmp_path / "again.npz"), np.load(golden("bigvision_bit_small.npz"))
+    assert set(again.files) == set(expected.files)
+    for name in expected.files:
+        np.testing.assert_array_equal(again[name], expected[name], err_msg=name, strict=True)
 
 
 @pytest.mark.parametrize("to", PADS)
@@ -88,7 +88,7 @@ def test_between_the_two_formats_only_the_border_of_the_first_pool_differs(tmp_p
 def test_the_papers_names_and_shapes(tmp_path: Path) -> None:
     written(config_from_name("google"), tmp_path / "net.npz", "google")
     shapes = {name: array.shape for name, array in np.load(tmp_path / "net.npz").items()}
-    wanted = {
+    expected = {
         "resnet/root_block/standardized_conv2d/kernel": (7, 7, 3, 32),
         "resnet/block1/unit01/a/group_norm/gamma": (32,),
         "resnet/block1/unit01/a/standardized_conv2d/kernel": (1, 1, 32, 32),
@@ -99,7 +99,7 @@ def test_the_papers_names_and_shapes(tmp_path: Path) -> None:
         "resnet/head/conv2d/kernel": (1, 1, 256, 5),
         "resnet/head/conv2d/bias": (5,),
     }
-    assert wanted.items() <= shapes.items()
+    assert expected.items() <= shapes.items()
     assert len(shapes) == 1 + 3 * 9 + 2 + 2 + 2  # root, units, projections, norm, head
 
 
@@ -133,7 +133,7 @@ def test_an_optimizer_beside_the_network_is_passed_over(tmp_path: Path) -> None:
     [
         ({"resnet/block2/unit01/b/group_norm/beta": None}, "missing block2/unit01/b/group_norm/beta"),
         ({"resnet/block2/unit01/d/group_norm/beta": np.zeros(3)}, "unexpected block2/unit01/d/group_norm/beta"),
-        ({"resnet/head/conv2d/kernel": np.zeros((256, 5))}, "wanted 4 dimensions"),
+        ({"resnet/head/conv2d/kernel": np.zeros((256, 5))}, "expected 4 dimensions"),
     ],
 )
 def test_a_file_that_does_not_fit_is_an_error_that_says_where(

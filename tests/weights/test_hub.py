@@ -164,7 +164,7 @@ def cache(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"),
+    ("name", "expected"),
     [
         ("timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k", ("timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k", None)),
         ("google/vit-base-patch16-224", ("google/vit-base-patch16-224", None)),
@@ -185,11 +185,11 @@ def cache(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("folder/model.safetensors@", None),
     ],
 )
-def test_names_of_repositories(name: str, wanted: tuple[str, str | None] | None):
-    assert parse_hub_id(name) == wanted
+def test_names_of_repositories(name: str, expected: tuple[str, str | None] | None):
+    assert parse_hub_id(name) == expected
 
 
-def test_one_set_of_weights_is_wanted():
+def test_one_set_of_weights_is_expected():
     assert files_to_download(FILES, REPO) == ["model.safetensors", "config.json"]
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     both = [*shards, "model.safetensors.index.json", "pytorch_model.bin", "preprocessor_config.json", "logo.png"]
@@ -313,7 +313,7 @@ def test_an_unknown_repository_is_one_sentence(server: Hub, cache: Path):
         NotFoundError, match=r"no public repository user/nothing at http.*check the name, or provide a token.*HF_TOKEN"
     ):
         fetch("user/nothing")
-    with pytest.raises(NotFoundError, match="'nothing' is not a hub id; wanted user/model"):
+    with pytest.raises(NotFoundError, match="'nothing' is not a hub id; expected user/model"):
         fetch("nothing")
 
 

@@ -11,7 +11,7 @@ SMALL = ViTConfig(image_size=16, patch_size=8, num_classes=3, width=16, depth=1,
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("/home/me/tiny.npz", "tiny.npz"),
         ("fine-tuned from /home/me/my files/tiny.safetensors", "fine-tuned from tiny.safetensors"),
@@ -26,10 +26,10 @@ SMALL = ViTConfig(image_size=16, patch_size=8, num_classes=3, width=16, depth=1,
         ("", ""),
     ],
 )
-def test_absolute_paths_lose_their_folders(text: str, wanted: str):
-    assert strip_local_folders(text) == strip_local_folders(strip_local_folders(text)) == wanted
+def test_absolute_paths_lose_their_folders(text: str, expected: str):
+    assert strip_local_folders(text) == strip_local_folders(strip_local_folders(text)) == expected
     info = ModelInfo(config=SMALL, preprocess=PreprocessConfig(image_size=16), origin=text)
-    assert info.to_dict()["origin"] == wanted
+    assert info.to_dict()["origin"] == expected
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ def agree(theirs: nn.Module, name: str = "") -> vitrail.Model:
     vit = vitrail.load(theirs)
     images = torch.randn(2, vit.config.channels, *pair(vit.config.image_size))
     with torch.no_grad():
-        wanted = theirs(images)
-        assert relative(vit.net(images), getattr(wanted, name) if name else wanted) <= 1e-5
+        expected = theirs(images)
+        assert relative(vit.net(images), getattr(expected, name) if name else expected) <= 1e-5
     assert vit.preprocess.config.image_size == pair(vit.config.image_size)
     return vit
 
@@ -249,12 +249,16 @@ def test_other_networks_are_refused_by_name() -> None:
     headed.head = nn.Sequential(nn.Linear(64, 3), nn.ReLU())
     with warnings.catch_warnings(action="ignore"):
         quantized = torch.ao.quantization.quantize_dynamic(timm.create_model("test_vit", depth=1), {nn.Linear})
-    wanted = "is not a supported network; wanted a Vision Transformer or BiT of timm"
+    expected = "is not a supported network; expected a Vision Transformer or BiT of timm"
     refused: list[tuple[Any, type[VitrailError], str]] = [
-        (nn.Linear(3, 3), FormatError, f"torch's Linear {wanted}"),
-        (timm.create_model("test_resnet"), FormatError, f"timm's test_resnet {wanted}"),
+        (nn.Linear(3, 3), FormatError, f"torch's Linear {expected}"),
+        (timm.create_model("test_resnet"), FormatError, f"timm's test_resnet {expected}"),
         (timm.create_model("eva02_tiny_patch14_224", depth=1), FormatError, "is EVA or EVA-02, which vitrail does not"),
-        (transformers.SwinModel(transformers.SwinConfig(depths=[1], num_heads=[2], embed_dim=32)), FormatError, wanted),
+        (
+            transformers.SwinModel(transformers.SwinConfig(depths=[1], num_heads=[2], embed_dim=32)),
+            FormatError,
+            expected,
+        ),
         (
             vitrail.create("ViT-Ti/16", depth=1),
             FormatError,
@@ -274,7 +278,7 @@ def test_other_networks_are_refused_by_name() -> None:
             r"timm's test_vit: read as timm, the tensors do not fit: unexpected head.0.weight, [^;]*$",
         ),
         (quantized, FormatError, "timm's test_vit: .* is a dtype, not a plain tensor; .* before quantization"),
-        (model(small()), NotFoundError, r"got a Model, wanted a file, .* or an nn\.Module"),
+        (model(small()), NotFoundError, r"got a Model, expected a file, .* or an nn\.Module"),
     ]
     for given, kind, message in refused:
         with pytest.raises(kind, match=message):

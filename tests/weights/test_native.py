@@ -118,7 +118,7 @@ def rewritten(path: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda info: info.update(version=3), "got version=3, wanted at most 2"),
+        (lambda info: info.update(version=3), "got version=3, expected at most 2"),
         (lambda info: info.pop("family") and None, "family is missing"),
         (lambda info: info["model"].update(hats=3), "has no field 'hats'; there is "),
         (lambda info: info["model"].update(num_heads=3), "not divisible into num_heads=3"),

@@ -77,9 +77,9 @@ def test_openais_dictionary_gives_the_originals_embeddings(half: bool, tmp_path:
 @pytest.mark.parametrize("half", [True, False])
 def test_openais_archive_of_torchscript_gives_the_same_network_as_its_dictionary(half: bool, tmp_path: Path) -> None:
     net, info = read(scripted(openai(half), tmp_path / "ViT-B-32.pt"))
-    wanted, _ = read(saved(openai(half), tmp_path))
-    assert info.config == wanted.config
-    for name, value in wanted.state_dict().items():
+    expected, _ = read(saved(openai(half), tmp_path))
+    assert info.config == expected.config
+    for name, value in expected.state_dict().items():
         assert torch.equal(net.state_dict()[name], value), name
     assert any("none of its code was executed" in note for note in info.notes)
 
@@ -88,17 +88,17 @@ def test_the_model_embeds_images_into_the_space_of_the_texts(tmp_path: Path) -> 
     model = vitrail.load(saved(openai(), tmp_path))
     image = torch.randint(256, (40, 50, 3), dtype=torch.uint8).numpy()
     with torch.no_grad():
-        wanted = model.net(model.preprocess(image))
-    assert wanted.shape == (1, 48)
-    assert relative(model.embed([image]), wanted) <= 1e-6
+        expected = model.net(model.preprocess(image))
+    assert expected.shape == (1, 48)
+    assert relative(model.embed([image]), expected) <= 1e-6
 
 
 def test_positions_are_resized_as_open_clip_does(tmp_path: Path) -> None:
     net, _ = read(repository("vit", tmp_path))
     prefix, table = net.resized(56).positions[0].state_dict().values()
-    wanted = recorded("vit.resized")
-    assert relative(torch.cat([prefix, table.flatten(0, 1)]), wanted) <= 1e-6
-    assert relative(resample(net.positions[0].table, (7, 7), "timm").flatten(0, 1), wanted[1:]) <= 1e-6
+    expected = recorded("vit.resized")
+    assert relative(torch.cat([prefix, table.flatten(0, 1)]), expected) <= 1e-6
+    assert relative(resample(net.positions[0].table, (7, 7), "timm").flatten(0, 1), expected[1:]) <= 1e-6
 
 
 # What decides the activation

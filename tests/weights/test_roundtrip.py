@@ -187,11 +187,11 @@ def stored(path: Path) -> dict[str, Tensor]:
     return {name: tensors[name] for name in tensors}
 
 
-def same(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], shapes: bool = True) -> bool:
+def same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], shapes: bool = True) -> bool:
     """The same names and the same bits, which tell a zero from its negative."""
-    if set(got) != set(wanted) or (shapes and any(got[n].shape != wanted[n].shape for n in got)):
+    if set(got) != set(expected) or (shapes and any(got[n].shape != expected[n].shape for n in got)):
         return False
-    return all(torch.equal(bits(got[n]), bits(wanted[n])) for n in got)
+    return all(torch.equal(bits(got[n]), bits(expected[n])) for n in got)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def test_there_and_back_through_every_pair(config: Config, marks: str, named: st
     start, answer, said = net.state_dict(), logits(net, config), dict(zip(FORMATS, marks.split(), strict=True))
     for first in fitting(marks):
         path = write(net, info, tmp_path / first, first)
-        wanted = stored(path)
+        expected = stored(path)
         read, heard = checkpoint.read(path, family=family(config, first))
         assert same(read.state_dict(), start), first
         if said[first] == "=":
@@ -256,7 +256,7 @@ def test_there_and_back_through_every_pair(config: Config, marks: str, named: st
             back = write(away, heard_away, tmp_path / f"{first} {second} {first}", first)
             # Where the number of heads was lost, as said, Google's tensors have it in their shapes.
             kept = getattr(heard_away.config, "num_heads", 0) == getattr(heard.config, "num_heads", 0)
-            assert same(stored(back), wanted, shapes=kept), (first, second)
+            assert same(stored(back), expected, shapes=kept), (first, second)
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
 
@@ -280,11 +280,11 @@ IRRELEVANT = {
 """Settings that may come back otherwise: the bits of the logits have been compared."""
 
 
-def alike(got: Config, wanted: Config) -> bool:
+def alike(got: Config, expected: Config) -> bool:
     """The same settings, but for those that change nothing here."""
-    values, others = got.to_dict(), wanted.to_dict()
+    values, others = got.to_dict(), expected.to_dict()
     differ = {name for name in others if values[name] != others[name]}
-    return type(got) is type(wanted) and differ <= set(IRRELEVANT)
+    return type(got) is type(expected) and differ <= set(IRRELEVANT)
 
 
 @pytest.mark.parametrize(
@@ -298,12 +298,12 @@ def test_large_networks_go_round_once(config: Config, marks: str, tmp_path: Path
         form = checkpoint.format_for(to, info)
         assert ("." if form.unsupported_parts(info) else "~" if form.inexact_conventions(info) else "=") == mark, to
     start, round_trip = net.state_dict(), fitting(marks)
-    wanted = stored(write(net, info, tmp_path / "start", round_trip[0]))
+    expected = stored(write(net, info, tmp_path / "start", round_trip[0]))
     for step, to in enumerate([*round_trip, round_trip[0]]):
         path = write(net, info, tmp_path / str(step), to)
         net, info = checkpoint.read(path)
         assert same(net.state_dict(), start), to
-    assert same(stored(path), wanted)
+    assert same(stored(path), expected)
 
 
 @pytest.mark.parametrize("to", ["timm", "huggingface", "torchvision", "google", "facebook"])

@@ -49,20 +49,20 @@ def stating(path: Path, vit: vitrail.Model, part: str, **changes: Any) -> Path:
 
 
 STATED: dict[str, tuple[dict[str, Any], str]] = {
-    "depth": ({"depth": HUGE}, r"got depth=10000000, wanted at most the file's number of tensors, \d+\."),
+    "depth": ({"depth": HUGE}, r"got depth=10000000, expected at most the file's number of tensors, \d+\."),
     "width": ({"width": 2**40}, r"got depth=2, width=1099511627776 and mlp_dim=256: .* but the file has"),
     "mlp": ({"mlp_dim": 10**18}, r"and mlp_dim=1000000000000000000: at least .* weights"),
     "classes": ({"num_classes": 10**18}, r"got num_classes=1000000000000000000: "),
     "channels": ({"channels": 10**15}, r"got patch_size=8x8 and channels=1000000000000000: "),
     "pre_logits": ({"pre_logits": 10**15}, r"got pre_logits=1000000000000000: "),
-    "registers": ({"num_registers": 10**9}, r"got 1,000,000,016 patches and registers, wanted at most 1,048,576\."),
-    "image": ({"image_size": 4_000_000}, r"got image_size=4000000x4000000, wanted at most 67,108,864 pixels\."),
+    "registers": ({"num_registers": 10**9}, r"got 1,000,000,016 patches and registers, expected at most 1,048,576\."),
+    "image": ({"image_size": 4_000_000}, r"got image_size=4000000x4000000, expected at most 67,108,864 pixels\."),
     "a long image": (
         {"image_size": [4_000_000, 8]},
         r"got image_size=4000000x8 of patch_size=8x8: at least 64,000,000 weights",
     ),
     "patch": ({"image_size": 4096, "patch_size": 1}, r"got 16,777,216 patches and registers"),
-    "stem": ({"stem": {"layers": [HUGE]}, "patch_size": 2}, r"got stem.layers=\(10000000,\), wanted at most"),
+    "stem": ({"stem": {"layers": [HUGE]}, "patch_size": 2}, r"got stem.layers=\(10000000,\), expected at most"),
     "stem's width": (
         {"stem": {"layers": [1], "width_factor": 1e9}, "patch_size": 2},
         r"got stem.layers=\(1,\) and stem.width_factor=1e\+09",
@@ -82,14 +82,14 @@ def test_a_huge_image_is_refused_where_no_tensor_shows_it(position: Any, part: s
     vit = model(small(position=position, class_token=False, pool="gap"))
     check_refused(
         stating(tmp_path / "a.safetensors", vit, part, image_size=4_000_000),
-        "image_size=4000000x4000000, wanted at most 67,108,864 pixels",
+        "image_size=4000000x4000000, expected at most 67,108,864 pixels",
     )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": [HUGE, 1]}, r"got layers=\(10000000, 1\), wanted at most the file's number of tensors"),
+        ({"layers": [HUGE, 1]}, r"got layers=\(10000000, 1\), expected at most the file's number of tensors"),
         ({"layers": [1] * 200}, r"got layers=.*: at least .* weights, but the file has"),
         ({"width_factor": 1e12}, r"and width_factor=1e\+12: "),
         ({"num_classes": 10**12}, r"got num_classes=1000000000000: "),
@@ -115,7 +115,7 @@ def test_a_block_of_a_huge_number_is_refused_before_anything_is_counted(kind: st
     vit, path = model(small() if kind == "vit" else BIT), tmp_path / FORMATS[to]
     vit.save(path, to=to, approximate=True)
     add_block(path / "model.safetensors" if path.is_dir() else path)
-    check_refused(path, r"got a tensor '.*10000000.*' among \d+ tensors, wanted block indices from 0")
+    check_refused(path, r"got a tensor '.*10000000.*' among \d+ tensors, expected block indices from 0")
 
 
 def add_block(path: Path) -> None:

@@ -209,8 +209,8 @@ def test_logits_tokens_and_attention_at_224(arch: str, tmp_path: Path) -> None:
         for ours, (patches, prefix) in zip(out.tokens[1:], layers, strict=True):
             assert relative(ours, torch.cat([prefix, patches], dim=1)) <= 1e-5
         theirs_maps = attention_of(theirs, images)
-        for ours, wanted in zip(out.attention, theirs_maps, strict=True):
-            assert relative(ours, wanted) <= 1e-5
+        for ours, expected in zip(out.attention, theirs_maps, strict=True):
+            assert relative(ours, expected) <= 1e-5
 
 
 def attention_of(model: torch.nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
@@ -297,10 +297,10 @@ def test_npz_in_timm_is_resampled_by_the_convention_of_that_name() -> None:
     from vitrail.models.position import resample
 
     table = torch.randn(7, 7, 16)
-    wanted = resample_abs_pos_embed(
+    expected = resample_abs_pos_embed(
         table.flatten(0, 1)[None], [12, 9], [7, 7], num_prefix_tokens=0, interpolation="bilinear", antialias=False
     )
-    assert relative(resample(table, (12, 9), "timm-npz").flatten(0, 1), wanted[0]) <= 1e-6
+    assert relative(resample(table, (12, 9), "timm-npz").flatten(0, 1), expected[0]) <= 1e-6
 
 
 def test_matching_counts_on_another_grid_are_still_resampled(tmp_path: Path) -> None:

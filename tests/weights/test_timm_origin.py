@@ -103,8 +103,8 @@ def test_a_file_is_taken_for_what_is_in_it(kind: str, tmp_path: Path) -> None:
         assert (info.preprocess.resize, info.preprocess.interpolation) == ("short", "bicubic")
     size = (224, 224) if family == "DINOv2" else (32, 32)  # DINOv2 learns at 518 and is evaluated at 224
     assert pair(info.preprocess.image_size) == size
-    wanted = {"ViT": 35, "DeiT": 36, "MAE": 36, "DINO": 36, "DINOv2": 256}
-    assert info.preprocess.resize_to == wanted[family], "0.9, 0.875 or all of the image, rounded down"
+    expected = {"ViT": 35, "DeiT": 36, "MAE": 36, "DINO": 36, "DINOv2": 256}
+    assert info.preprocess.resize_to == expected[family], "0.9, 0.875 or all of the image, rounded down"
 
 
 NAMES = (

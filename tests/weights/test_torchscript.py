@@ -86,13 +86,13 @@ def refused(path: Path) -> str:
 @pytest.mark.parametrize("how", MAKE)
 def test_the_tensors_are_those_of_torchs_own_reader(how: str, tmp_path: Path) -> None:
     path = program(tmp_path / "net.pt", how)
-    wanted = torch.jit.load(path).state_dict()
+    expected = torch.jit.load(path).state_dict()
     archive = open_archive(path)
-    assert set(archive.tensors) == set(wanted)
+    assert set(archive.tensors) == set(expected)
     for name, tensor in archive.tensors.items():
-        assert tensor.dtype == wanted[name].dtype, name
-        assert archive.shape(name) == tuple(wanted[name].shape), name
-        assert torch.equal(tensor, wanted[name]), name
+        assert tensor.dtype == expected[name].dtype, name
+        assert archive.shape(name) == tuple(expected[name].shape), name
+        assert torch.equal(tensor, expected[name]), name
     assert archive.extras["modules"]["layers.0.linear"] == "Linear"
     assert archive.extras["modules"]["layers.1"] == "GELU"
     archive.close()

@@ -72,10 +72,12 @@ def test_logits_are_torchvisions(size: str, options: dict[str, Any], tmp_path: P
     net, info = read(model, tmp_path)
     width, depth, heads, mlp = SIZES[size]
     image, patch = options.get("image_size", 32), options.get("patch_size", 8)
-    wanted = {"width": width, "depth": depth, "num_heads": heads, "mlp_dim": mlp, "num_classes": 7}
+    expected = {"width": width, "depth": depth, "num_heads": heads, "mlp_dim": mlp, "num_classes": 7}
     conventions = {"activation": "gelu", "norm_eps": 1e-6, "resample": "torchvision"}
     pre_logits = options.get("representation_size", 0)
-    assert info.config == ViTConfig(image_size=image, patch_size=patch, pre_logits=pre_logits, **wanted, **conventions)
+    assert info.config == ViTConfig(
+        image_size=image, patch_size=patch, pre_logits=pre_logits, **expected, **conventions
+    )
     images = torch.randn(1, 3, image, image)
     with torch.no_grad():
         assert relative(net(images), model(images)) <= 1e-5
@@ -99,12 +101,12 @@ def test_positions_are_resized_as_torchvision_does(image: int, tmp_path: Path) -
     model = theirs()
     net, _ = read(model, tmp_path)
     resize = import_peer("torchvision").models.vision_transformer.interpolate_embeddings
-    wanted = resize(image, 8, OrderedDict(model.state_dict()))
+    expected = resize(image, 8, OrderedDict(model.state_dict()))
     resized = net.resized(image)
     written = TORCHVISION.table(resized.config).write(resized.state_dict(), resized.config)
-    assert (written["encoder.pos_embedding"] - wanted["encoder.pos_embedding"]).abs().max() <= 1e-6
+    assert (written["encoder.pos_embedding"] - expected["encoder.pos_embedding"]).abs().max() <= 1e-6
     larger = theirs(image_size=image)
-    larger.load_state_dict(wanted)
+    larger.load_state_dict(expected)
     images = torch.randn(2, 3, image, image)
     with torch.no_grad():
         assert relative(net(images), larger(images)) <= 1e-5
@@ -153,9 +155,9 @@ def test_what_is_written_loads_strictly_and_is_what_was_read(options: dict[str, 
     net, info = read(model, tmp_path)
     checkpoint.write(net, info, tmp_path / "again.pth", to="torchvision")
     state = torch.load(tmp_path / "again.pth", weights_only=True)
-    wanted = model.state_dict()
-    assert state.keys() == wanted.keys()
-    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    expected = model.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
     fresh = theirs(**options)
     fresh.load_state_dict(state, strict=True)
 

@@ -161,12 +161,12 @@ def _write_missing_parts(
 ) -> None:
     """Write every missing part, split by split, with one loader per split."""
     for split, source in sources.items():
-        wanted = [n for n in missing if pieces[n][0] == split]
-        if not wanted:
+        expected = [n for n in missing if pieces[n][0] == split]
+        if not expected:
             continue
-        numbers = np.concatenate([np.asarray(pieces[n][1]) for n in wanted])
+        numbers = np.concatenate([np.asarray(pieces[n][1]) for n in expected])
         rest = Subset(source, numbers)
-        ends = dict(zip(np.cumsum([len(pieces[n][1]) for n in wanted]).tolist(), wanted, strict=True))
+        ends = dict(zip(np.cumsum([len(pieces[n][1]) for n in expected]).tolist(), expected, strict=True))
         seen, pending = 0, list[tuple[Tensor, Tensor]]()
         recorded: set[str] = set()
         with image_batches(rest, model.preprocess, batch_size=batch_size, device=model.device) as batches:

@@ -103,7 +103,7 @@ def evaluate(
     if protocol not in PROTOCOLS:
         raise ConfigError(f"there is no protocol {protocol!r}{did_you_mean(protocol, PROTOCOLS)}")
     if bins < 1 or (batch_size is not None and batch_size < 1):
-        raise ConfigError(f"bins={bins}, batch_size={batch_size}: wanted 1 or more.")
+        raise ConfigError(f"bins={bins}, batch_size={batch_size}: expected 1 or more.")
     config = DataConfig(source=data, root=root, skip_bad=skip_bad, workers=workers)
     device = device or (str(model.device) if isinstance(model, Model) else "auto")
     with DistributedContext.from_env(device) as distributed, log_on_main_process():
@@ -208,7 +208,7 @@ def _sizes(vit: Model, requested: Pair | Sequence[Pair] | None) -> list[tuple[in
     given = [requested] if isinstance(requested, int | tuple) else list(requested)
     sizes = list(dict.fromkeys(pair(size) for size in given))
     if not sizes:
-        raise ConfigError("image_size is empty; wanted a size such as 224, or several: 160,224,288.")
+        raise ConfigError("image_size is empty; expected a size such as 224, or several: 160,224,288.")
     for size in sizes:
         if size != pair(vit.info.preprocess.image_size):
             vit.check_has_network()

@@ -251,7 +251,7 @@ def class_index(model: Model, target: str | int) -> int:
 def _resolve_methods(model: Model, methods: Sequence[str] | None) -> tuple[str, ...]:
     """The requested methods, or all that the model supports."""
     if methods is not None and not methods:
-        raise ConfigError(f"no method was given; wanted some of {', '.join(METHODS)}.")
+        raise ConfigError(f"no method was given; expected some of {', '.join(METHODS)}.")
     for method in methods or ():
         if method not in METHODS:
             raise ConfigError(f"there is no method {method!r}{did_you_mean(method, METHODS)}")

@@ -286,7 +286,7 @@ def running(
 def _check_unchanged(
     path: Path, device: str | torch.device, dtype: str | torch.dtype | None, options: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError where something else is wanted than what was exported."""
+    """Raise ConfigError where something else is expected than what was exported."""
     given = sorted(name for name, value in options.items() if value is not None)
     if given:
         raise ConfigError(f"{path} is exported already: {', '.join(given)} cannot be changed any more.")

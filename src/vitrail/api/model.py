@@ -346,7 +346,7 @@ def load(
     """
     if not isinstance(source, str | Path | ModelLocation | nn.Module):
         raise NotFoundError(
-            f"got a {type(source).__name__}, wanted a file, a folder, a model name, a hub id or an nn.Module."
+            f"got a {type(source).__name__}, expected a file, a folder, a model name, a hub id or an nn.Module."
         )
     size: dict[str, Any] = {"image_size": image_size, "channels": channels, "num_classes": num_classes}
     path = source.path if isinstance(source, ModelLocation) else source
@@ -404,12 +404,12 @@ def _to_cpu(x: Tensor) -> Tensor:
 
 def _check_top(top: int) -> None:
     if top < 1:
-        raise ConfigError(f"top={top}: wanted at least 1.")
+        raise ConfigError(f"top={top}: expected at least 1.")
 
 
 def _check_batch(batch_size: int) -> None:
     if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size}: wanted at least 1.")
+        raise ConfigError(f"batch_size={batch_size}: expected at least 1.")
 
 
 def _groups(images: Iterable[ImageLike], size: int) -> Iterator[tuple[ImageLike, ...]]:

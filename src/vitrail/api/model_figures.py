@@ -73,7 +73,7 @@ class ModelFigures:
         self.advance = advance
         self.name = model.info.title
         if not self.images:
-            raise DataError("got no images; wanted one or more.")
+            raise DataError("got no images; expected one or more.")
 
     @cached_property
     def pixels(self) -> list[npt.NDArray[Any]]:

@@ -86,11 +86,11 @@ class ProbeSettings:
             if method not in METHODS:
                 raise ConfigError(f"there is no probing method {method!r}{did_you_mean(method, METHODS)}")
         if self.num_seeds < 1:
-            raise ConfigError(f"seeds={self.num_seeds}: wanted at least 1.")
+            raise ConfigError(f"seeds={self.num_seeds}: expected at least 1.")
         for name, given in (("shots", self.shots), ("k", self.ks)):
             if given is not None and (not given or min(given) < 1):
                 raise ConfigError(
-                    f"{name}={','.join(map(str, given)) or 'nothing'}: wanted 1 or more, such as 5 or 1,5."
+                    f"{name}={','.join(map(str, given)) or 'nothing'}: expected 1 or more, such as 5 or 1,5."
                 )
         if self.c is not None:
             logistic.check_c(self.c)
@@ -209,7 +209,7 @@ def probe_features(
     """Fit and measure each classifier in turn."""
     if train.values.shape[1] != test.values.shape[1]:
         raise DataError(
-            f"{train.name} has {train.values.shape[1]} features and {test.name} {test.values.shape[1]}; wanted "
+            f"{train.name} has {train.values.shape[1]} features and {test.name} {test.values.shape[1]}; expected "
             "features of the same model, layer and pooling."
         )
     settings = resolve_settings(train, settings)

@@ -49,31 +49,31 @@ def resolve_run_folder(
         raise ConfigError("resume and auto_resume cannot be combined: auto_resume starts or resumes as needed.")
     if out is not None:
         return RunFolder(Path(out).expanduser(), RESTART_LOCK_TIMEOUT_S if auto_resume else LOCK_TIMEOUT_S)
-    wanted = RUNS / name
+    expected = RUNS / name
     if auto_resume:
-        return RunFolder(wanted, RESTART_LOCK_TIMEOUT_S)
+        return RunFolder(expected, RESTART_LOCK_TIMEOUT_S)
     if resume:
-        return RunFolder(latest_run_folder(wanted))
-    found = first_unused_folder(wanted)
-    if found != wanted:
-        warn_once([f"{wanted} already holds a run; this one is in {found}"])
+        return RunFolder(latest_run_folder(expected))
+    found = first_unused_folder(expected)
+    if found != expected:
+        warn_once([f"{expected} already holds a run; this one is in {found}"])
     return RunFolder(found)
 
 
 def resume_config(
-    folder: RunFolder, overrides: Sequence[str], requested: Mapping[str, Any], wanted: TrainConfig | None = None
+    folder: RunFolder, overrides: Sequence[str], requested: Mapping[str, Any], expected: TrainConfig | None = None
 ) -> TrainConfig:
     """The config of a resumed run; raises ConfigError for a change that would affect its result.
 
-    `requested`: arguments of the command that must match, by dotted path. `wanted`: the config a new run would have,
+    `requested`: arguments of the command that must match, by dotted path. `expected`: the config a new run would have,
     which must match too. A longer duration extends the run; `fit` refuses a shorter one.
     """
     before = folder.read_config()
     last = {setting_name(assignment): assignment for assignment in overrides}.values()  # of two for one setting
     config: TrainConfig = override(before, [o for o in last if not _is_resolved_auto(before, o)])
     names = {setting_name(assignment) for assignment in overrides}
-    if wanted is not None:
-        config = config.replace(duration=wanted.duration)
+    if expected is not None:
+        config = config.replace(duration=expected.duration)
     longer = config.duration != before.duration
     if longer:
         config = scale_durations(before, config, LENGTH[1:], names)
@@ -83,10 +83,10 @@ def resume_config(
         for name, value in requested.items()
         if value is not None and not _equivalent(value, get_setting(before, name))
     ]
-    if wanted is not None:
+    if expected is not None:
         # With another duration, and in a run that was extended, these follow from the length.
         follow = {"duration", *PROPORTIONAL} if longer or "duration" in names else set()
-        changed += [name for name in changed_settings(wanted, before) if name not in names | follow]
+        changed += [name for name in changed_settings(expected, before) if name not in names | follow]
     for name in changed:
         if name not in CHANGEABLE + (LENGTH if longer else ()):
             raise ConfigError(
@@ -96,16 +96,18 @@ def resume_config(
     return config
 
 
-def changed_settings(wanted: Any, there: Any, path: str = "") -> list[str]:
+def changed_settings(expected: Any, there: Any, path: str = "") -> list[str]:
     """Dotted paths of the settings that differ between a new config and the resolved one of an existing run."""
-    if isinstance(wanted, Config) and type(wanted) is type(there) and not isinstance(wanted, Duration):
+    if isinstance(expected, Config) and type(expected) is type(there) and not isinstance(expected, Duration):
         return [
             name
-            for inner in (field.name for field in fields(wanted))
-            for name in changed_settings(getattr(wanted, inner), getattr(there, inner), f"{path}.{inner}".lstrip("."))
+            for inner in (field.name for field in fields(expected))
+            for name in changed_settings(getattr(expected, inner), getattr(there, inner), f"{path}.{inner}".lstrip("."))
         ]
-    unresolved = (path in RESOLVED_NONE and wanted is None) or (path in RESOLVED_AUTO and wanted == "auto")
-    return [] if unresolved or (path == "model.num_classes" and wanted == 0) or _equivalent(wanted, there) else [path]
+    unresolved = (path in RESOLVED_NONE and expected is None) or (path in RESOLVED_AUTO and expected == "auto")
+    return (
+        [] if unresolved or (path == "model.num_classes" and expected == 0) or _equivalent(expected, there) else [path]
+    )
 
 
 def scale_durations(before: TrainConfig, config: TrainConfig, parts: Sequence[str], given: set[str]) -> TrainConfig:

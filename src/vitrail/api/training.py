@@ -118,10 +118,10 @@ def train(
                 compare=tuple(change for change in config.compare if _is_comparison(config, change))
             )
         folder = resolve_run_folder(out, config.name, resume=resume, auto_resume=auto_resume)
-    wanted = config if auto_resume and folder.started else None
-    if resume or wanted is not None:
+    expected = config if auto_resume and folder.started else None
+    if resume or expected is not None:
         resume = True
-        config = resume_config(folder, overrides, {"data.source": data}, wanted)
+        config = resume_config(folder, overrides, {"data.source": data}, expected)
         if model is not None:
             named = config.replace(model=_network_config(model, config.model).to_dict())
             named = override(named, [o for o in overrides if setting_name(o).startswith("model.")])
@@ -234,14 +234,14 @@ def _apply_overrides(picked: TrainConfig, overrides: Sequence[str]) -> TrainConf
 
 def _match_preprocess(config: TrainConfig) -> TrainConfig:
     """The config with a preprocessing that has the network's image size and channels."""
-    wanted, given = config.model, config.preprocess
+    expected, given = config.model, config.preprocess
     if (
-        wanted is None
+        expected is None
         or given is None
-        or (pair(wanted.image_size), wanted.channels) == (pair(given.image_size), given.channels)
+        or (pair(expected.image_size), expected.channels) == (pair(given.image_size), given.channels)
     ):
         return config
-    fitting = preprocess_for_size(given, pair(wanted.image_size), wanted.channels)
+    fitting = preprocess_for_size(given, pair(expected.image_size), expected.channels)
     return config.replace(preprocess=fitting.to_dict())
 
 

@@ -91,14 +91,14 @@ def vtab(
     linear: logistic regression on frozen features.
     """
     if method not in ("finetune", "linear"):
-        raise ConfigError(f"method={method!r}: wanted finetune or linear.")
+        raise ConfigError(f"method={method!r}: expected finetune or linear.")
     if isinstance(model, Model) and method == "finetune":
         raise ConfigError("fine-tuning starts from a checkpoint; give a file, folder, name or hub ID, not a Model.")
     root, requested = Path(root).expanduser(), select_tasks(tasks)
     present = locate_tasks(root, tuple(TASKS.values()))
     if not any(task.name in present for task in requested):
         what = f"the task {requested[0].name}" if len(requested) == 1 else f"any of the {len(requested)} tasks"
-        raise DataError(f"{root} does not contain {what}; wanted a folder such as {requested[0].name}.")
+        raise DataError(f"{root} does not contain {what}; expected a folder such as {requested[0].name}.")
     vit: Model | None = None
     if isinstance(model, Model):
         vit = model

@@ -79,7 +79,7 @@ def embed(
     assert data is not None
     assert out is not None
     if out.suffix.lower() not in (".parquet", ".pq"):
-        raise ConfigError(f"--out {out}: wanted a .parquet file; try {out.with_suffix('.parquet').name}.")
+        raise ConfigError(f"--out {out}: expected a .parquet file; try {out.with_suffix('.parquet').name}.")
     own: dict[str, Any] = {"image_size": parse_size(image_size), "channels": channels}
     layers = parse_ints(layer, "--layer")
     own |= {"section": section, "family": family, "device": device, "dtype": dtype}

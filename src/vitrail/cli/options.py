@@ -59,5 +59,5 @@ def parse_list(text: str | None) -> tuple[str, ...] | None:
         return None
     words = tuple(word.strip() for word in text.split(",") if word.strip())
     if not words:
-        raise ConfigError(f"got {text!r}, wanted comma-separated names.")
+        raise ConfigError(f"got {text!r}, expected comma-separated names.")
     return words

@@ -223,7 +223,7 @@ def _json(rows: Iterable[Row]) -> Iterator[str]:
 def _check_destination(path: Path) -> None:
     """Raise ConfigError if `path` cannot be written, before any work is done."""
     if path.is_dir():
-        raise ConfigError(f"--out {path} is a folder; wanted a file name.")
+        raise ConfigError(f"--out {path} is a folder; expected a file name.")
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir():
         raise ConfigError(f"--out {path}: {above} is a file, not a folder.")

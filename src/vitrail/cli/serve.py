@@ -76,7 +76,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: predictions, features, explanations, and the explorer page."""
     if source is not None and model is not None:
-        raise ConfigError(f"got {source} and --model {model}, wanted one of them.")
+        raise ConfigError(f"got {source} and --model {model}, expected one of them.")
     if engine is not None and engine not in ENGINES:
         raise ConfigError(f"no engine is called {engine!r}{did_you_mean(engine, ENGINES)}")
     if engine not in (None, "torch") and dtype != "float32":

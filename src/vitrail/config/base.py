@@ -93,7 +93,7 @@ def override(config: Config, assignments: Iterable[str]) -> Any:
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         if not equals:
-            raise ConfigError(f"got {assignment!r}, wanted key=value, such as num_heads=4.")
+            raise ConfigError(f"got {assignment!r}, expected key=value, such as num_heads=4.")
         changes.append((path.strip().split("."), parse_value(text.strip()), path.strip()))
     return _apply_overrides(config, changes)
 

@@ -55,7 +55,7 @@ class DataConfig(Config):
         if not 0 <= self.max_bad_fraction <= 1:
             raise ConfigError(f"max_bad_fraction={self.max_bad_fraction} is a fraction: from 0 to 1.")
         if self.repeats < 1:
-            raise ConfigError(f"repeats={self.repeats}: wanted 1 or more.")
+            raise ConfigError(f"repeats={self.repeats}: expected 1 or more.")
         if self.workers is not None and self.workers < 0:
             raise ConfigError(f"workers={self.workers}: 0 or more.")
 
@@ -109,13 +109,13 @@ class AugmentConfig(Config):
         for name in ("scale", "ratio", "erase_scale"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
-                raise ConfigError(f"{name}={low}, {high}: wanted two positive numbers, the smaller one first.")
+                raise ConfigError(f"{name}={low}, {high}: expected two positive numbers, the smaller one first.")
         if self.scale[1] > 1 or self.erase_scale[1] > 1:
             raise ConfigError("scale and erase_scale are fractions of the area: at most 1.")
         if min(*self.color_jitter, self.mixup, self.cutmix, self.magnitude_std, self.pad, self.num_ops) < 0:
             raise ConfigError("jitter, mixup, cutmix, magnitude_std, pad and layers are 0 or more.")
         if self.mix_group < 2:
-            raise ConfigError(f"mix_group={self.mix_group}: wanted 2 or more images.")
+            raise ConfigError(f"mix_group={self.mix_group}: expected 2 or more images.")
         if self.color_jitter[3] > 0.5:
             raise ConfigError(f"jitter's hue {self.color_jitter[3]} is a fraction of the color circle: at most 0.5.")
         if not 0 <= self.magnitude <= 10:

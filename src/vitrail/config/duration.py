@@ -32,7 +32,7 @@ class Duration(Config):
     def from_text(cls, text: str) -> Duration:
         match = DURATION_PATTERN.fullmatch(text)
         if match is None:
-            raise ConfigError(f"got {text!r}, wanted a duration with its unit: 5 epochs, 10k steps or 1.2m images.")
+            raise ConfigError(f"got {text!r}, expected a duration with its unit: 5 epochs, 10k steps or 1.2m images.")
         count = float(match[1]) * MULTIPLIERS[match[2].lower()]
         return cls(count=count, unit=f"{match[3].lower()}s")  # type: ignore[arg-type]
 

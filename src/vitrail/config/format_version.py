@@ -103,10 +103,10 @@ def current(document: Document, values: Mapping[str, Any]) -> dict[str, Any]:
     """A document with the field names of this release, without its version; FormatError for a newer version."""
     key = KEYS[document]
     if not isinstance(values, Mapping):
-        raise TypeError(f"wanted a JSON object, got {type(values).__name__}")
+        raise TypeError(f"expected a JSON object, got {type(values).__name__}")
     version = values.get(key, 1)
     if version not in (1, VERSION):
-        raise FormatError(f"got {key}={version!r}, wanted at most {VERSION}; a newer vitrail wrote this file.")
+        raise FormatError(f"got {key}={version!r}, expected at most {VERSION}; a newer vitrail wrote this file.")
     rest = {name: value for name, value in values.items() if name != key}
     if version == VERSION:
         return rest

@@ -207,7 +207,7 @@ class TrainConfig(Config):
         if self.model is None and self.init_from is None:
             raise ConfigError("a run needs a model: a network's config, or init_from=CHECKPOINT.")
         if not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"seed={self.seed} is too large; wanted a number of 64 bits.")
+            raise ConfigError(f"seed={self.seed} is too large; expected a number of 64 bits.")
         if isinstance(self.batch_size, int) and self.batch_size < 1:
             raise ConfigError(f"batch_size={self.batch_size}: one image or more.")
         if self.grad_accum_steps < 1:

@@ -6,7 +6,7 @@ completely raises an `ImageError` with the file and the reason; partial images a
 
     decode         any image -> array
     open_image     any image -> Pillow image, for resizing with Pillow
-    open_jpeg      a JPEG whose size is known at once and whose pixels are decoded later, in part if wanted
+    open_jpeg      a JPEG whose size is known at once and whose pixels are decoded later, in part on request
 
 JPEGs are decoded with simplejpeg if that gives Pillow's pixels (jpeg.py), everything else with Pillow.
 """
@@ -89,7 +89,7 @@ def open_image(image: ImageLike, channels: int = 3) -> Image.Image:
     name = _describe(image)
     if channels not in PILLOW_MODES:
         raise ImageError(
-            f"{name} cannot be given {channels} channels; wanted 1 (gray), 3 (RGB) or 4 (RGBA), "
+            f"{name} cannot be given {channels} channels; expected 1 (gray), 3 (RGB) or 4 (RGBA), "
             f"or a uint8 array H W {channels}."
         )
     if isinstance(image, np.ndarray | Tensor):
@@ -98,7 +98,7 @@ def open_image(image: ImageLike, channels: int = 3) -> Image.Image:
         return _load(image, channels, name)
     if not isinstance(image, str | Path | bytes):
         raise ImageError(
-            f"got {type(image).__name__}, wanted a path, bytes, a Pillow image, a uint8 array H W C "
+            f"got {type(image).__name__}, expected a path, bytes, a Pillow image, a uint8 array H W C "
             "or a uint8 tensor C H W."
         )
     with _open_stream(image) as stream:
@@ -231,11 +231,11 @@ def _open_stream(image: str | Path | bytes) -> IO[bytes]:
         return io.BytesIO(image)
     path = os.fspath(image)
     if ":/" in path and re.match(r"[a-z][a-z0-9+]+:/", path):
-        raise NotFoundError(f"{image} is a URL, wanted a file; download it first.")
+        raise NotFoundError(f"{image} is a URL, expected a file; download it first.")
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
-            raise ImageError(f"{path} is a folder, wanted an image; try one of the files in it.")
+            raise ImageError(f"{path} is a folder, expected an image; try one of the files in it.")
         if not stat.S_ISREG(mode):  # opening a pipe would block
             raise ImageError(f"{path} is not a regular file; read it yourself and pass the bytes.")
         return Path(path).open("rb")
@@ -252,7 +252,7 @@ def _identify(stream: IO[bytes], name: str) -> Image.Image:
     with _image_errors(name):
         start = stream.read(64)
         if not start:
-            raise ImageError(f"{name} is empty (0 bytes), wanted an image; copy or download it again.")
+            raise ImageError(f"{name} is empty (0 bytes), expected an image; copy or download it again.")
         try:
             image = _open_with_plugins(stream, start, name)
         except UnidentifiedImageError:
@@ -300,7 +300,7 @@ def _exif_transpose(image: Image.Image) -> Image.Transpose | None:
 def _to_mode(image: Image.Image, channels: int, name: str) -> Image.Image:
     """Convert any mode to L, RGB or RGBA; without an alpha channel, transparency becomes white."""
     if min(image.size) < 1:
-        raise ImageError(f"{name} has no pixels: {image.width} x {image.height}; wanted at least 1 x 1.")
+        raise ImageError(f"{name} has no pixels: {image.width} x {image.height}; expected at least 1 x 1.")
     if image.mode.startswith("I") or image.mode == "F":
         image = _to_8_bit(image, name)
     elif image.mode == "LAB":
@@ -323,13 +323,13 @@ def _to_8_bit(image: Image.Image, name: str) -> Image.Image:
     if image.mode == "F":
         if not (low >= 0 and high <= 255):  # NaN fails this too
             raise ImageError(
-                f"{name} holds floating-point values from {low:g} to {high:g}, wanted [0, 1] or [0, 255]; "
+                f"{name} holds floating-point values from {low:g} to {high:g}, expected [0, 1] or [0, 255]; "
                 "scale them first."
             )
         gray = np.rint(values * (255 if high <= 1 else 1)).astype(np.uint8)
     else:
         if low < 0 or high > 65535:
-            raise ImageError(f"{name} holds 32-bit values from {low} to {high}, wanted [0, 65535]; scale them first.")
+            raise ImageError(f"{name} holds 32-bit values from {low} to {high}, expected [0, 65535]; scale them first.")
         gray = ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)  # 257 = 65535 / 255; rounded
     converted = Image.fromarray(gray)
     transparent = image.info.get("transparency")  # PNG: one gray value that is transparent
@@ -357,21 +357,21 @@ def _on_white(image: Image.Image) -> Image.Image:
 def _as_array(image: npt.NDArray[Any] | Tensor) -> Pixels:
     """uint8 H W C from an array H W or H W C or a tensor C H W; errors say how to convert anything else."""
     tensor = isinstance(image, Tensor)
-    name, wanted = _describe(image), "uint8 C H W" if tensor else "uint8 H W or H W C"
+    name, expected = _describe(image), "uint8 C H W" if tensor else "uint8 H W or H W C"
     dtype = str(image.dtype).removeprefix("torch.")
     if dtype != "uint8":
         cast = ".to(torch.uint8)" if tensor else ".astype(np.uint8)"
         scale = {"bool": f"x{cast} * 255", "uint16": f"(x // 257){cast}"}.get(dtype, f"(x * 255).round(){cast}")
         meaning = {"bool": "", "uint16": ""}.get(dtype, " if it holds [0, 1]")
-        raise ImageError(f"got {name} and dtype {dtype}, wanted {wanted}; try {scale}{meaning}.")
+        raise ImageError(f"got {name} and dtype {dtype}, expected {expected}; try {scale}{meaning}.")
     if image.ndim == 4:
-        raise ImageError(f"got {name}, wanted one image, {wanted}; pass a batch as a list: list(x).")
+        raise ImageError(f"got {name}, expected one image, {expected}; pass a batch as a list: list(x).")
     if tensor and image.ndim == 2:
-        raise ImageError(f"got {name}, wanted {wanted}; try x[None].")
+        raise ImageError(f"got {name}, expected {expected}; try x[None].")
     if image.ndim not in (2, 3):
-        raise ImageError(f"got {name}, wanted {wanted}.")
+        raise ImageError(f"got {name}, expected {expected}.")
     if 0 in image.shape:
-        raise ImageError(f"got {name}, wanted {wanted} with at least one pixel.")
+        raise ImageError(f"got {name}, expected {expected} with at least one pixel.")
     if isinstance(image, Tensor):
         return image.detach().cpu().permute(1, 2, 0).numpy()
     return image if image.ndim == 3 else image[:, :, None]
@@ -386,7 +386,7 @@ def _to_pillow(array: Pixels, name: str) -> Image.Image:
         remedy = ("x.permute(2, 0, 1)" if tensor else "x.transpose(1, 2, 0)") if other_layout else ""
         layout = "C H W" if tensor else "H W C"
         raise ImageError(
-            f"got {name}, which as {layout} has {channels} channels, wanted 1, 3 or 4"
+            f"got {name}, which as {layout} has {channels} channels, expected 1, 3 or 4"
             + (f"; try {remedy}." if remedy else ".")
         )
     array = np.ascontiguousarray(array)
@@ -423,7 +423,7 @@ def _guess_content(start: bytes) -> str:
     for pattern, content in NOT_IMAGES:
         if pattern.match(start):
             return content
-    return f"it starts with {start[:12]!r}; wanted JPEG, PNG, WebP, TIFF, GIF, BMP or another format of Pillow's"
+    return f"it starts with {start[:12]!r}; expected JPEG, PNG, WebP, TIFF, GIF, BMP or another format of Pillow's"
 
 
 def _damaged(error: Exception, name: str) -> ImageError:

@@ -415,8 +415,8 @@ def pool_for_transform(fill_rows: FillRows, transform: Transform, rows: int, wor
 
 def prefetch_depth(transform: Transform, rows: int) -> int:
     """Number of batches to prefetch."""
-    wanted = max(PREFETCH_BATCHES, -(-PREFETCH_IMAGES // rows))
-    return max(1, min(wanted, PREFETCH_MAX_BYTES // resident.num_bytes(transform, rows)))
+    expected = max(PREFETCH_BATCHES, -(-PREFETCH_IMAGES // rows))
+    return max(1, min(expected, PREFETCH_MAX_BYTES // resident.num_bytes(transform, rows)))
 
 
 def num_workers(config: DataConfig, world_size: int) -> int:

@@ -94,7 +94,7 @@ class Preprocess:
         """Values 0 to 255 of any dtype, B C H W (or C H W), on any device -> float32 for the network."""
         config = self.config
         if batch.ndim < 3 or batch.shape[-3] != config.channels:
-            raise ImageError(f"got a batch of shape {tuple(batch.shape)}, wanted B {config.channels} H W.")
+            raise ImageError(f"got a batch of shape {tuple(batch.shape)}, expected B {config.channels} H W.")
         mean, std = _constant(config.mean, batch.device), _constant(config.std, batch.device)
         scaled = batch.to(torch.float32, copy=True, memory_format=torch.contiguous_format).div_(255)
         return scaled.sub_(mean).div_(std)

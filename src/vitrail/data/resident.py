@@ -93,11 +93,11 @@ def _fitting_transform(
 ) -> Transform | None:
     if augment.crop != "resized":
         return EvalTransform(preprocess)
-    pixels, wanted = source.pixels, pair(preprocess.image_size)
-    max_pixels = MAX_AREA_RATIO * wanted[0] * wanted[1]
+    pixels, expected = source.pixels, pair(preprocess.image_size)
+    max_pixels = MAX_AREA_RATIO * expected[0] * expected[1]
     size = pixels.shape[1:3] if pixels is not None else common_size(source, max_pixels)
     if size is not None and size[0] * size[1] <= max_pixels:
-        fast = device.type != "cpu" or max(*size, *wanted) <= MAX_CPU_SIDE
+        fast = device.type != "cpu" or max(*size, *expected) <= MAX_CPU_SIDE
         if fast or forced:
             return OriginalPixels((*size, preprocess.channels))
     return EvalTransform(preprocess) if forced else None

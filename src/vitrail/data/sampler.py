@@ -58,7 +58,7 @@ class Sampler:
             self._members, self._starts, self._counts = _group_by_class(images)
         self.blocks = None if mode == "balanced" or blocks is None else tuple(n for n in blocks if n)
         if self.blocks is not None and sum(self.blocks) != self.size:
-            raise DataError(f"the blocks hold {sum(self.blocks)} images, wanted {self.size}.")
+            raise DataError(f"the blocks hold {sum(self.blocks)} images, expected {self.size}.")
 
     def indices(self, first: int, count: int) -> Indices:
         """Indices of the images at positions first, first + 1, ..., first + count - 1."""

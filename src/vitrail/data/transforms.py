@@ -108,11 +108,11 @@ class RandomResizedCrop:
         resize(part, out, self.interpolation)
 
 
-def choose_decode_scale(size: tuple[int, int], part: tuple[int, int], wanted: tuple[int, int]) -> int:
-    """The largest factor by which a JPEG may be reduced so that `part` of it is still at least `wanted`."""
+def choose_decode_scale(size: tuple[int, int], part: tuple[int, int], expected: tuple[int, int]) -> int:
+    """The largest factor by which a JPEG may be reduced so that `part` of it is still at least `expected`."""
     if min(size) < MIN_SCALED_SIDE:
         return 1
-    enough = (s for s in SCALES if all(side >= s * (w + 1) for side, w in zip(part, wanted, strict=True)))
+    enough = (s for s in SCALES if all(side >= s * (w + 1) for side, w in zip(part, expected, strict=True)))
     return next(enough, 1)
 
 
@@ -122,8 +122,8 @@ def resize(part: Pixels, out: Pixels, interpolation: Literal["bilinear", "bicubi
         out[:] = part
         return
     part = np.ascontiguousarray(part) if part.flags.writeable else part.copy()  # torch warns about read-only arrays
-    given, wanted = (torch.from_numpy(x).permute(2, 0, 1)[None] for x in (part, out))
-    RESIZE_OPS[interpolation](given, out.shape[:2], False, None, None, out=wanted)
+    given, expected = (torch.from_numpy(x).permute(2, 0, 1)[None] for x in (part, out))
+    RESIZE_OPS[interpolation](given, out.shape[:2], False, None, None, out=expected)
 
 
 class EvalTransform:
@@ -155,7 +155,7 @@ class OriginalPixels:
                 pixels = decode(image, channels)
                 if pixels.shape != self.shape:
                     size = f"{pixels.shape[0]} x {pixels.shape[1]}"
-                    raise ImageError(f"{WRONG_SIZE}{size}, wanted {height} x {width}.")
+                    raise ImageError(f"{WRONG_SIZE}{size}, expected {height} x {width}.")
                 out[row] = pixels
 
 

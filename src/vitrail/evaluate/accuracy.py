@@ -61,7 +61,7 @@ def measure(
                 logits = net(images)
                 mirrored = net(images.flip(-1)) if flip else None
             if logits.ndim != 2 or logits.shape[1] != num_classes:
-                raise ModelError(f"wanted {num_classes} outputs per image, got {tuple(logits.shape[1:])}.")
+                raise ModelError(f"expected {num_classes} outputs per image, got {tuple(logits.shape[1:])}.")
             own.add(
                 _to_float64(logits) if mirrored is None else average_probabilities(logits, mirrored, own.loss), batch
             )

@@ -130,14 +130,14 @@ def labels_for_matching(info: ModelInfo, source: Source) -> tuple[str, ...] | No
     return info.labels if shared >= 0.5 else stated_labels(info)
 
 
-def _match_by_name(wanted: Sequence[str], labels: Sequence[str]) -> Ints:
+def _match_by_name(expected: Sequence[str], labels: Sequence[str]) -> Ints:
     """Match by name, ignoring case, underscores and hyphens; else by the first synonym. Duplicates never match."""
-    found = np.full(len(wanted), -1, np.int64)
+    found = np.full(len(expected), -1, np.int64)
     spellings = ([normalize_name(label) for label in labels], [normalize_name(label.split(",")[0]) for label in labels])
     for names in spellings:
         counts = Counter(names)
         output_of = {name: k for k, name in enumerate(names) if counts[name] == 1}
-        matches = [output_of.get(normalize_name(name), -1) for name in wanted]
+        matches = [output_of.get(normalize_name(name), -1) for name in expected]
         found = np.where(found < 0, matches, found)
     return found
 
@@ -196,7 +196,7 @@ def _display_names(labels: Sequence[str] | None, outputs: Ints, data: Sequence[s
 def _missing_synsets_error(source: Source, num_outputs: int, numbers: Synsets | None) -> str:
     if numbers is None:
         return (
-            f"the classes of {source.name} have no WordNet IDs, which the ImageNet protocol needs; wanted "
+            f"the classes of {source.name} have no WordNet IDs, which the ImageNet protocol needs; expected "
             "folders such as n01440764, or a synsets.json next to the data."
         )
     return (

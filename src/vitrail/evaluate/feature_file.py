@@ -196,7 +196,7 @@ def read_features(paths: Sequence[Path]) -> tuple[Features, Features]:
     If a single file has only a train split, a tenth of it is held out for testing.
     """
     if not 1 <= len(paths) <= 2:
-        raise ConfigError(f"got {len(paths)} feature files; wanted one with train and test splits, or two.")
+        raise ConfigError(f"got {len(paths)} feature files; expected one with train and test splits, or two.")
     metadata = [read_metadata(path) for path in paths]
     for name in MUST_MATCH:
         if metadata[0].get(name) != metadata[-1].get(name):

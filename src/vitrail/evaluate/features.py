@@ -61,14 +61,14 @@ def resolve_features(spec: FeatureSpec, net: Net) -> FeatureSpec:
     for layer in spec.layers:
         if not (0 if isinstance(net, ViT) else 1) <= layer <= depth:
             raise ModelError(
-                f"there is no {what} {layer} of {depth}; wanted {'0' if what == 'layer' else '1'} to {depth}."
+                f"there is no {what} {layer} of {depth}; expected {'0' if what == 'layer' else '1'} to {depth}."
             )
     if not isinstance(net, ViT):
         if spec.pool not in ("pooled", "mean"):
-            raise ModelError(f"a BiT has no tokens to pool with {spec.pool!r}; wanted pooled or mean.")
+            raise ModelError(f"a BiT has no tokens to pool with {spec.pool!r}; expected pooled or mean.")
         return spec
     if spec.pool.startswith("token") and not net.config.class_token:
-        raise ModelError(f"this network has no class token for {spec.pool!r}; wanted pooled or mean.")
+        raise ModelError(f"this network has no class token for {spec.pool!r}; expected pooled or mean.")
     if spec.pool == "pooled" and spec.layers:
         return replace(spec, pool="token" if net.config.class_token else "mean")
     return spec

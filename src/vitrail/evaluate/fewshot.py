@@ -90,7 +90,7 @@ def pick_shots(targets: Tensor, shots: int, num_classes: int, seed: int) -> Tens
 def check_shots(train: Features, shots: int) -> None:
     """Raise an error unless every class has enough images and there are at least two classes."""
     if shots < 1:
-        raise ConfigError(f"shots={shots}: wanted at least 1 image per class.")
+        raise ConfigError(f"shots={shots}: expected at least 1 image per class.")
     counts = torch.bincount(train.targets, minlength=len(train.labels))
     check_classes(train)
     if (fewest := int(counts.min())) < shots:
@@ -107,7 +107,7 @@ def check_classes(train: Features) -> None:
     present = train.targets.unique()
     if len(present) < 2:
         label = train.labels[int(present[0])] if len(present) else "no class"
-        raise DataError(f"all {len(train):,} images are {label!r} ({train.name}); wanted at least two classes.")
+        raise DataError(f"all {len(train):,} images are {label!r} ({train.name}); expected at least two classes.")
 
 
 def predict_few_shot(train: Features, test: Features, shots: int, seed: int, *, device: torch.device) -> Tensor:

@@ -67,7 +67,7 @@ def read_real_labels(path: str | Path | None) -> RealLabels:
     rows = list(found.values()) if isinstance(found, dict) else found
     if not isinstance(rows, list) or not rows or not all(_is_class_list(row) for row in rows):
         raise ConfigError(
-            f"{source} has no ReaL labels; wanted a list of lists of class indices, 0 to {IMAGENET_CLASSES - 1}, or a "
+            f"{source} has no ReaL labels; expected lists of class indices from 0 to {IMAGENET_CLASSES - 1}, or a "
             'dictionary from image names to such lists: {"cat.jpg": [281, 285]}.'
         )
     return found
@@ -120,7 +120,7 @@ def valid_outputs(keys: Sequence[str], labels: RealLabels, outputs: Sequence[int
     if all(row is None for row in rows):
         reason = "none of them is a name in the dictionary" if isinstance(labels, dict) else "none has such a number"
         raise DataError(
-            f"the ReaL labels do not match these images: their names are like {keys[0]}, and {reason}; wanted "
+            f"the ReaL labels do not match these images: their names are like {keys[0]}, and {reason}; expected "
             "ILSVRC2012_val_00000001 in a name, or a dictionary from names to class indices."
         )
     return [None if row is None else [outputs[k] for k in row] for row in rows]

@@ -79,7 +79,7 @@ def nearest_neighbors(
     check_k(k, len(bank))
     if bank.shape[1] != queries.shape[1]:
         raise DataError(
-            f"the bank has {bank.shape[1]} features and the queries {queries.shape[1]}; wanted features of the same "
+            f"the bank has {bank.shape[1]} features and the queries {queries.shape[1]}; expected features of the same "
             "model, layer and pooling."
         )
     blocks = blocks or BLOCK_SIZES.get(queries.device.type, BlockSizes())
@@ -104,7 +104,7 @@ def nearest_neighbors(
 
 def check_k(k: int, entries: int) -> None:
     if not 1 <= k <= entries:
-        raise ConfigError(f"k={k} neighbors in a bank of {entries:,} entries; wanted 1 to {entries:,}.")
+        raise ConfigError(f"k={k} neighbors in a bank of {entries:,} entries; expected 1 to {entries:,}.")
 
 
 def _move_bank(bank: Tensor, queries: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def fit(
 
 def check_c(c: float) -> None:
     if not 0 < c < math.inf:
-        raise ConfigError(f"C={c:g}: wanted a number above 0.")
+        raise ConfigError(f"C={c:g}: expected a number above 0.")
 
 
 def _fit_sklearn(x: Tensor, targets: Tensor, num_classes: int, c: float) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,7 @@ def read_synsets_file(data: str, labels: Sequence[str]) -> Synsets | None:
     numbers = synsets_in_labels(found) if isinstance(found, list) and all(isinstance(n, str) for n in found) else None
     if numbers is None or len(numbers) != len(labels):
         raise DataError(
-            f"{file} does not match the data's {len(labels):,} classes; wanted a list of as many WordNet IDs, "
+            f"{file} does not match the data's {len(labels):,} classes; expected a list of as many WordNet IDs, "
             'all different, in the order of the classes: ["n01440764", ...].'
         )
     return numbers

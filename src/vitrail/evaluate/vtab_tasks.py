@@ -90,14 +90,14 @@ def select_tasks(texts: Sequence[str]) -> tuple[Task, ...]:
     for text in texts:
         if _normalize_name(text) not in known:
             raise NotFoundError(f"VTAB has no task {text!r}{did_you_mean(text, TASKS)}")
-    wanted = {known[_normalize_name(text)].name for text in texts} or set(TASKS)
-    return tuple(task for name, task in TASKS.items() if name in wanted)
+    expected = {known[_normalize_name(text)].name for text in texts} or set(TASKS)
+    return tuple(task for name, task in TASKS.items() if name in expected)
 
 
 def locate_tasks(root: Path, tasks: Sequence[Task]) -> dict[str, str]:
     """Task name -> its data, for the tasks that are found: a folder in `root`, or a name in the catalog."""
     if not root.is_dir():
-        raise NotFoundError(f"there is no folder {root}; wanted one that contains a folder for each task of VTAB.")
+        raise NotFoundError(f"there is no folder {root}; expected one that contains a folder for each task of VTAB.")
     folders = {
         _normalize_name(path.name): path for path in sorted(root.iterdir()) if path.is_dir() and any(path.iterdir())
     }
@@ -129,7 +129,7 @@ def open_task(task: Task, where: str, root: Path) -> TaskData:
     parts = open_source_splits(DataConfig(source=where, root=str(root)))
     test = parts.test if parts.test is not None else parts.validation
     if test is None:
-        raise DataError(f"{task.title}: {where} has no test split; wanted train and test in it.")
+        raise DataError(f"{task.title}: {where} has no test split; expected train and test in it.")
     if hasattr(parts.train, "samples"):
         raise DataError(f"{task.title}: {where} is a stream, which cannot be sampled from; try shards:.")
     validation = parts.validation if parts.test is not None else None
@@ -171,14 +171,14 @@ def _open_lists(task: Task, folder: Path) -> TaskData:
 
 def _read_list(path: Path, task: Task) -> list[tuple[str, int]]:
     if not path.exists():
-        raise NotFoundError(f"{task.title}: {path} is missing; wanted it next to train800.txt.")
+        raise NotFoundError(f"{task.title}: {path} is missing; expected it next to train800.txt.")
     found = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         name, _, label = line.strip().rpartition(" ")
         if not line.strip():
             continue
         if not name or not label.isdecimal():
-            raise DataError(f"{path} line {number} is {line!r}; wanted a path, a space and a class index.")
+            raise DataError(f"{path} line {number} is {line!r}; expected a path, a space and a class index.")
         found.append((name, int(label)))
     if not found:
         raise DataError(f"{path} lists no images.")

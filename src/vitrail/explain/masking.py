@@ -25,7 +25,7 @@ BLUR = 1 / 20
 def replacement_pixels(images: Tensor, fill: Fill) -> Tensor:
     """B C H W -> B C H W: the replacement pixels of each image."""
     if fill not in get_args(Fill):
-        raise ConfigError(f"fill={fill!r}: wanted one of {', '.join(get_args(Fill))}.")
+        raise ConfigError(f"fill={fill!r}: expected one of {', '.join(get_args(Fill))}.")
     if fill == "zero":
         return torch.zeros_like(images)
     if fill == "mean":

@@ -58,7 +58,7 @@ def occlusion(
         stride = min(stride, size)
     if not 1 <= size <= min(grid) or not 1 <= stride <= size:
         raise ConfigError(
-            f"size={size}, stride={stride}: wanted a square of 1 to {min(grid)} patches, at steps no larger than it."
+            f"size={size}, stride={stride}: expected a square of 1 to {min(grid)} patches, at steps no larger than it."
         )
     masks = windows(grid, size, stride)
     maps = []

@@ -20,7 +20,7 @@ def rollout(layers: Iterable[Tensor]) -> Tensor:
     for step in map(_with_residual, layers):  # map keeps no reference to a layer while the next one is computed
         joint = step if joint is None else step @ joint
     if joint is None:
-        raise ModelError("got the attention of no layer, wanted that of one or more.")
+        raise ModelError("got the attention of no layer, expected that of one or more.")
     return joint
 
 

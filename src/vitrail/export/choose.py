@@ -107,8 +107,8 @@ def _check_same(one: FileEngine, other: Engine, path: Path) -> None:
     """Raise CheckpointError where two engines make different things of one file."""
     assert isinstance(other, FileEngine)
     batch = _batch(one.info)
-    got, wanted = one.outputs(batch), other.outputs(batch)
-    off = float(np.linalg.norm(got - wanted)) / max(float(np.linalg.norm(wanted)), 1e-30)
+    got, expected = one.outputs(batch), other.outputs(batch)
+    off = float(np.linalg.norm(got - expected)) / max(float(np.linalg.norm(expected)), 1e-30)
     if not off <= TOLERANCE[one.precision]:
         raise CheckpointError(
             f"{one.name} gives other outputs for {path} than {other.name}, by {off:.2g} of their size; "
@@ -122,7 +122,7 @@ def _raced(net: Net, info: ModelInfo, threads: int | None, calibration: Sequence
     racing: dict[tuple[str, str], Engine] = {("torch", "float32"): own}
     refused: dict[str, str] = {}
     batch = _batch(info)
-    wanted = own.logits(batch)
+    expected = own.logits(batch)
     off: dict[str, float] = {}
     for name, precision in candidates(bool(calibration)):
         who = f"{name} {precision}"
@@ -131,7 +131,7 @@ def _raced(net: Net, info: ModelInfo, threads: int | None, calibration: Sequence
         except VitrailError as error:
             refused[who] = str(error)
             continue
-        off[who] = float(np.linalg.norm(engine.logits(batch) - wanted)) / max(float(np.linalg.norm(wanted)), 1e-30)
+        off[who] = float(np.linalg.norm(engine.logits(batch) - expected)) / max(float(np.linalg.norm(expected)), 1e-30)
         if off[who] <= CLOSE[precision]:
             racing[name, precision] = engine
         else:

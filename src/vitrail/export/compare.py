@@ -128,8 +128,8 @@ class Comparison:
             return f"its {self.answer} are off by {self.relative:.2g} of their size, {allowed:g} is allowed"
         found = None if self.same is None else proportion(self.same + self.near, self.images)
         if found is not None and found.high < AGREEMENT[self.precision]:
-            wanted = f"{100 * AGREEMENT[self.precision]:.0f} %"
-            return f"it names the same class in {self.same} of {self.images} images, wanted {wanted}"
+            expected = f"{100 * AGREEMENT[self.precision]:.0f} %"
+            return f"it names the same class in {self.same} of {self.images} images, expected {expected}"
         return ""
 
     @property
@@ -149,7 +149,7 @@ class Comparison:
             "ran_on": self.ran_on.to_dict(),
         }
         if self.agreement is not None:
-            found["same_top1"] = {"count": self.same, **self.agreement.to_dict(), "wanted": AGREEMENT[self.precision]}
+            found["same_top1"] = {"count": self.same, **self.agreement.to_dict(), "expected": AGREEMENT[self.precision]}
         if self.change is not None and self.top1 is not None:
             found["top1"] = {"export": self.top1[0], "model": self.top1[1], "difference": self.change.to_dict()}
         if self.speed is not None:
@@ -174,28 +174,28 @@ def compare(
         ours.append(engine.outputs(batch))
         theirs.append(answers(model.logits(batch), engine.sheet.answer, engine.info.multi_label))
         advance(len(batch))
-    got, wanted = np.concatenate(ours).astype(np.float64), np.concatenate(theirs).astype(np.float64)
+    got, expected = np.concatenate(ours).astype(np.float64), np.concatenate(theirs).astype(np.float64)
     speed = None
     if timed:
         many = np.stack([pixels[i % len(pixels)] for i in range(size)])
         speed = in_turns(engine, model, many)
-    return measured(got, wanted, targets, engine, speed)
+    return measured(got, expected, targets, engine, speed)
 
 
 def measured(
     got: npt.NDArray[np.float64],
-    wanted: npt.NDArray[np.float64],
+    expected: npt.NDArray[np.float64],
     targets: npt.NDArray[np.int64] | None,
     engine: FileEngine,
     speed: Speed | None = None,
 ) -> Comparison:
     """N K of the export and of the model -> the numbers."""
-    off = np.abs(got - wanted)
+    off = np.abs(got - expected)
     error = float(off.max()) if np.isfinite(off).all() else float("inf")
     same, near, change, top1 = None, 0, None, None
-    if engine.info.task == "classify" and wanted.shape[1] > 1:
-        ours, theirs = got.argmax(1), wanted.argmax(1)
-        two = np.sort(wanted, axis=1)[:, -2:]
+    if engine.info.task == "classify" and expected.shape[1] > 1:
+        ours, theirs = got.argmax(1), expected.argmax(1)
+        two = np.sort(expected, axis=1)[:, -2:]
         same = int((ours == theirs).sum())
         near = int(((ours != theirs) & (two[:, 1] - two[:, 0] <= 2 * off.max(1))).sum()) if np.isfinite(error) else 0
         if targets is not None and (known := targets >= 0).any():
@@ -206,14 +206,15 @@ def measured(
         answer=engine.sheet.answer,
         precision=engine.precision,
         error=error,
-        relative=float(np.linalg.norm(got - wanted)) / max(float(np.linalg.norm(wanted)), 1e-30),
+        relative=float(np.linalg.norm(got - expected)) / max(float(np.linalg.norm(expected)), 1e-30),
         same=same,
         near=near if engine.precision == "float32" else 0,
         change=change,
         top1=top1,
         ran_on=RanOn.here(engine.name),
         speed=speed,
-        alike=len(wanted) > 1 and bool(np.ptp(wanted, axis=0).max() <= 1e-6 * max(float(np.abs(wanted).max()), 1e-30)),
+        alike=len(expected) > 1
+        and bool(np.ptp(expected, axis=0).max() <= 1e-6 * max(float(np.abs(expected).max()), 1e-30)),
     )
 
 

@@ -173,7 +173,7 @@ def open_engine(
     if engine is not None and engine not in ENGINES:
         raise ConfigError(f"no engine {engine!r}{did_you_mean(engine, ENGINES)}")
     if threads is not None and threads < 1:
-        raise ConfigError(f"threads={threads}: wanted 1 or more.")
+        raise ConfigError(f"threads={threads}: expected 1 or more.")
     if is_exported(source):
         from vitrail.export import choose  # which opens files itself
 

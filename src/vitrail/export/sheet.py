@@ -45,10 +45,10 @@ class Sheet:
     def __post_init__(self) -> None:
         refuse(self.to, self.precision)
         if self.answer not in get_args(Answer):
-            raise ConfigError(f"answer={self.answer!r}: wanted {', '.join(get_args(Answer))}.")
+            raise ConfigError(f"answer={self.answer!r}: expected {', '.join(get_args(Answer))}.")
         if self.batch_size is not None and self.batch_size < 1:
             raise ConfigError(
-                f"batch_size={self.batch_size}: wanted 1 image at a time or more, or dynamic for any number."
+                f"batch_size={self.batch_size}: expected 1 image at a time or more, or dynamic for any number."
             )
 
     @property
@@ -104,7 +104,7 @@ class Sheet:
     def _from_values(cls, values: Any) -> Sheet:
         if values.get("format") != "vitrail-export" or "version" not in values:
             got = f"format={values.get('format')!r}, version={values.get('version')!r}"
-            raise FormatError(f"wanted format='vitrail-export' and a version, got {got}.")
+            raise FormatError(f"expected format='vitrail-export' and a version, got {got}.")
         values = current("export", values)
         batch, parameters = values["input"]["shape"][0], values.get("parameters")
         for number in (batch, parameters):

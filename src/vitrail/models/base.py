@@ -90,9 +90,9 @@ class BaseNet(nn.Module):
             return
         channels = self.config.channels
         if images.ndim != 4 or images.shape[1] != channels:
-            raise ModelError(f"wanted images as B {channels} H W, got {tuple(images.shape)}.")
+            raise ModelError(f"expected images as B {channels} H W, got {tuple(images.shape)}.")
         if not images.is_floating_point():
-            raise ModelError(f"wanted normalized float images, got {images.dtype}; preprocess them first.")
+            raise ModelError(f"expected normalized float images, got {images.dtype}; preprocess them first.")
 
 
 def adapt_channels(weight: Tensor, channels: int) -> Tensor:

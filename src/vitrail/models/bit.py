@@ -85,7 +85,7 @@ class BiT(BaseNet):
         """Intermediate outputs: logits, pooled (equal to pre_logits), feature_maps, and the final map as patches.
 
         `layers` keeps the maps (or patch_maps, B h w C) of these stages alone, counted from 0, negative ones from the
-        end; stages after the last of them are not computed unless something else is wanted.
+        end; stages after the last of them are not computed unless another output needs them.
         """
         names = resolve_outputs(outputs, layers, default_layered="feature_maps")
         _check_outputs(names)

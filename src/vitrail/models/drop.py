@@ -48,7 +48,7 @@ def resolve_sample_seeds(x: Tensor, sample_seeds: Tensor | None) -> Tensor:
 def check_sample_seeds(sample_seeds: Tensor, x: Tensor) -> None:
     if sample_seeds.shape != x.shape[:1] or sample_seeds.dtype != torch.int64:
         got = f"{sample_seeds.dtype} {tuple(sample_seeds.shape)}"
-        raise ModelError(f"wanted one int64 seed for each of {x.shape[0]} images, got {got}.")
+        raise ModelError(f"expected one int64 seed for each of {x.shape[0]} images, got {got}.")
 
 
 @fx.wrap

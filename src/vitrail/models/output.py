@@ -57,7 +57,7 @@ class Output:
 def concat_outputs(outputs: Sequence[Output]) -> Output:
     """Concatenate the outputs of several batches."""
     if not outputs:
-        raise ModelError("got no images to compute features of; wanted at least one.")
+        raise ModelError("got no images to compute features of; expected at least one.")
     whole: dict[str, Any] = {}
     for name in OUTPUT_NAMES:
         parts = [getattr(output, name) for output in outputs]
@@ -95,10 +95,10 @@ def resolve_layers(layers: Iterable[int] | None, depth: int) -> tuple[int, ...]:
     try:
         resolved = tuple(index(layer) for layer in (range(depth) if layers is None else layers))
     except TypeError:
-        raise ModelError(f"layers={layers}: wanted a list of layers, such as [3] or [3, 7, 11].") from None
+        raise ModelError(f"layers={layers}: expected a list of layers, such as [3] or [3, 7, 11].") from None
     for layer in resolved:
         if not -depth <= layer < depth:
-            raise ModelError(f"there is no layer {layer}; wanted 0 to {depth - 1}, or -1 for the last.")
+            raise ModelError(f"there is no layer {layer}; expected 0 to {depth - 1}, or -1 for the last.")
     if not resolved:
-        raise ModelError("layers is empty; wanted at least one layer, such as [-1] for the last.")
+        raise ModelError("layers is empty; expected at least one layer, such as [-1] for the last.")
     return tuple(layer % depth for layer in resolved)

@@ -60,8 +60,8 @@ class LabelLoss(nn.Module):
         if weights is not None and (sigmoid or targets.ndim > 1):
             return self._weighted(logits, targets, weights.to(logits.dtype), sigmoid)
         if sigmoid:
-            wanted = self.smoothed(targets).to(logits.dtype)
-            return F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(-1)
+            expected = self.smoothed(targets).to(logits.dtype)
+            return F.binary_cross_entropy_with_logits(logits, expected, reduction="none").sum(-1)
         if targets.ndim > 1:
             targets = targets.to(logits.dtype)
         loss = F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.config.label_smoothing)
@@ -69,11 +69,11 @@ class LabelLoss(nn.Module):
 
     def _weighted(self, logits: Tensor, targets: Tensor, weights: Tensor, sigmoid: bool) -> Tensor:
         soft = targets if targets.ndim > 1 else F.one_hot(targets, self.classes)
-        wanted = self.smoothed(soft * weights).to(logits.dtype)  # b K; a row sums to the image's weight
+        expected = self.smoothed(soft * weights).to(logits.dtype)  # b K; a row sums to the image's weight
         if not sigmoid:
-            return -(wanted * logits.log_softmax(-1)).sum(-1)
-        others = wanted.sum(-1, keepdim=True) - wanted
-        return -(wanted * F.logsigmoid(logits) + others * F.logsigmoid(-logits)).sum(-1)
+            return -(expected * logits.log_softmax(-1)).sum(-1)
+        others = expected.sum(-1, keepdim=True) - expected
+        return -(expected * F.logsigmoid(logits) + others * F.logsigmoid(-logits)).sum(-1)
 
     def smoothed(self, targets: Tensor) -> Tensor:
         """Label smoothing: b int64 or b K -> b K."""
@@ -94,10 +94,12 @@ class LabelLoss(nn.Module):
     def _check(self, logits: Tensor, targets: Tensor) -> None:
         hard = targets.ndim == 1 and targets.dtype == torch.int64 and not self.multi_label
         if targets.shape[:1] != logits.shape[:1] or not (hard or targets.shape == logits.shape):
-            wanted = (
+            expected = (
                 f"{tuple(logits.shape)} labels" if self.multi_label else f"{len(logits)} class indices or soft labels"
             )
-            raise ModelError(f"wanted {wanted} for logits of shape {tuple(logits.shape)}, got {tuple(targets.shape)}.")
+            raise ModelError(
+                f"expected {expected} for logits of shape {tuple(logits.shape)}, got {tuple(targets.shape)}."
+            )
 
 
 class ClassifyObjective(Objective):
@@ -127,6 +129,6 @@ def balanced_weights(class_counts: npt.ArrayLike | None, num_classes: int, multi
         raise DataError("classify.class_weights=balanced needs the number of images of each class; try none.")
     counts = np.asarray(class_counts, np.float64)
     if counts.shape != (num_classes,) or not counts.sum():
-        raise DataError(f"wanted image counts for each of {num_classes} classes, got counts of shape {counts.shape}.")
+        raise DataError(f"expected image counts for each of {num_classes} classes, got counts of shape {counts.shape}.")
     weights = np.divide(counts.sum(), counts * (counts > 0).sum(), out=np.zeros_like(counts), where=counts > 0)
     return torch.from_numpy(weights).to(torch.float32)

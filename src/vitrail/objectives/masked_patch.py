@@ -166,7 +166,7 @@ def _check(net: ViT, config: MaskedPatchConfig) -> None:
         raise ConfigError("masked patches need a plain ViT, got a hybrid, whose stem mixes patches before masking.")
     if config.target != "pixels" and net.config.channels > MAX_CHANNELS:
         raise ConfigError(
-            f"got {net.config.channels} channels, wanted at most {MAX_CHANNELS}: 3 bits per channel would be too many "
+            f"got {net.config.channels} channels, expected at most {MAX_CHANNELS}: 3 bits per channel are too many "
             "colors; try masked_patch.target=pixels."
         )
     if config.target == "downsized" and min(pair(net.config.patch_size)) < DOWNSIZED_SIDE:

@@ -109,7 +109,7 @@ class RunRecord:
     def progress_if_stopped(self) -> tuple[str, str] | None:
         """(reached, planned) duration if the run ended early, else None."""
         try:
-            wanted = Duration.from_text(str(self.config["duration"]))
+            expected = Duration.from_text(str(self.config["duration"]))
         except (KeyError, ConfigError):
             return None
         done = {
@@ -117,10 +117,10 @@ class RunRecord:
             "images": self.num_images,
             "epochs": self.last_step / (self.steps_per_epoch or math.inf),
         }
-        reached = done[wanted.unit]
-        if reached is None or reached >= wanted.count - 0.5 * _logging_interval(self, wanted.unit):
+        reached = done[expected.unit]
+        if reached is None or reached >= expected.count - 0.5 * _logging_interval(self, expected.unit):
             return None
-        return f"{reached:,.4g}", str(wanted)
+        return f"{reached:,.4g}", str(expected)
 
 
 def _logging_interval(run: RunRecord, unit: str) -> float:

@@ -227,7 +227,7 @@ class Service:
         disconnected: asyncio.Future[None],
     ) -> JSONObject:
         if len(body.images) > 1:
-            raise RequestError(400, "single_image_only", f"got {len(body.images)} images, wanted 1.")
+            raise RequestError(400, "single_image_only", f"got {len(body.images)} images, expected 1.")
         self.image_decoder.check_patches(parameters.hide)
         found = await self.batcher.explain(
             body.images[0],
@@ -248,7 +248,7 @@ class Service:
         progress: ProgressCallback | None = None,
     ) -> JSONObject:
         if len(body.images) > 1:
-            raise RequestError(400, "single_image_only", f"got {len(body.images)} images, wanted 1.")
+            raise RequestError(400, "single_image_only", f"got {len(body.images)} images, expected 1.")
         explain_request = ExplainRequest(
             layers=None if parameters.layers is None else tuple(parameters.layers),
             methods=None if parameters.methods is None else tuple(dict.fromkeys(parameters.methods)),

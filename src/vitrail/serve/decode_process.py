@@ -1,7 +1,7 @@
 """A low-priority process that decodes large images, one at a time.
 
 It isolates the service from the memory use of large images, from Pillow holding the interpreter lock for seconds, and
-from crashes. The process is killed when its image is no longer wanted or takes too long; its replacement is forked
+from crashes. The process is killed when its image is no longer needed or takes too long; its replacement is forked
 within milliseconds from a process that has everything imported.
 """
 
@@ -32,7 +32,7 @@ NICENESS = 10
 CPU_LIMIT_S = 20
 """CPU seconds for one image: fifteen times what 50 million pixels of the slowest common format take."""
 POLL_INTERVAL_S = 0.05
-"""Seconds between two checks whether the image is still wanted."""
+"""Seconds between two checks whether the image is still is_needed."""
 
 BASE_MEMORY_BYTES, MEMORY_BYTES_PER_PIXEL = 2**29, 32
 """Memory limit on top of the memory at startup: a base, plus bytes per allowed pixel. This is twice what the most
@@ -49,13 +49,13 @@ class DecodeProcess:
         self._pid: int | None = None
         self._pipe: Connection | None = None
 
-    def decode(self, data: bytes, wanted: Callable[[], bool]) -> Pixels | None:
-        """Image bytes -> H W C pixels, 0 to 255. Kills the process and returns None once `wanted` returns False."""
+    def decode(self, data: bytes, is_needed: Callable[[], bool]) -> Pixels | None:
+        """Image bytes -> H W C pixels, 0 to 255. Kills the process and returns None once `is_needed` returns False."""
         pipe = self._ensure_started()
         try:
             pipe.send_bytes(data)
             while not pipe.poll(POLL_INTERVAL_S):
-                if not wanted():
+                if not is_needed():
                     self.close()
                     return None
             answer = pipe.recv()

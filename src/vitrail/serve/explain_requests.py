@@ -83,7 +83,7 @@ class Explainer:
         for method in request.methods or ():
             if method not in supported:
                 raise RequestError(
-                    400, "invalid_parameter", f"got method {method[:40]!r}, wanted one of {', '.join(supported)}."
+                    400, "invalid_parameter", f"got method {method[:40]!r}, expected one of {', '.join(supported)}."
                 )
         self.decoder.check_patches(request.hide)
         if request.layers is not None:
@@ -160,7 +160,7 @@ class Explainer:
         depth = len(self.model.net.blocks) if isinstance(self.model.net, ViT) else 0
         for layer in layers:
             if not 1 <= layer <= depth:
-                expected = f"wanted 1 to {depth}" if depth else "this network has no attention"
+                expected = f"expected 1 to {depth}" if depth else "this network has no attention"
                 raise RequestError(400, "invalid_parameter", f"got layer {layer}; {expected}.")
         if layers and len(set(layers)) * self._attention_size() > MAX_ATTENTION:
             raise RequestError(

@@ -109,7 +109,7 @@ class ImageDecoder:
         count = self.grid[0] * self.grid[1] if self.grid else 0
         for number in hide:
             if not 0 <= number < count:
-                raise RequestError(400, "patch_out_of_range", f"got patch {number}, wanted 0 to {count - 1}.")
+                raise RequestError(400, "patch_out_of_range", f"got patch {number}, expected 0 to {count - 1}.")
 
     def _patch_mask(self, hide: Sequence[int]) -> torch.Tensor:
         assert self.grid is not None
@@ -192,7 +192,7 @@ def _decode_base64(text: str) -> bytes:
         return base64.b64decode(rest, validate=True)
     except (binascii.Error, ValueError):
         raise RequestError(
-            400, "not_base64", "the image is not valid base64; wanted the bytes of the file in base64."
+            400, "not_base64", "the image is not valid base64; expected the bytes of the file in base64."
         ) from None
 
 
@@ -200,6 +200,6 @@ def _unsupported_message(data: bytes) -> str:
     if not data:
         return "the image is empty (0 bytes)."
     return (
-        f"this is not a supported image: it begins with {data[:8].hex(' ')}; wanted JPEG, PNG, WebP, GIF, "
+        f"this is not a supported image: it begins with {data[:8].hex(' ')}; expected JPEG, PNG, WebP, GIF, "
         "BMP, TIFF or AVIF."
     )

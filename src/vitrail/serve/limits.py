@@ -30,7 +30,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("max_bytes", "max_pixels", "max_images", "body_timeout", "header_timeout", "max_connections"):
             if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: wanted more than 0.")
+                raise ConfigError(f"{name}={getattr(self, name)}: expected more than 0.")
 
     @property
     def max_total_pixels(self) -> int:
@@ -71,11 +71,11 @@ class BatchingConfig:
             "decode_threads",
         ):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: wanted 1 or more.")
+                raise ConfigError(f"{name}={getattr(self, name)}: expected 1 or more.")
         if self.batch_size is not None and self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size}: wanted 1 or more.")
+            raise ConfigError(f"batch_size={self.batch_size}: expected 1 or more.")
         if not 0 <= self.batch_delay <= 1:
-            raise ConfigError(f"batch_delay={self.batch_delay:g}: wanted 0 to 1 seconds.")
+            raise ConfigError(f"batch_delay={self.batch_delay:g}: expected 0 to 1 seconds.")
 
 
 def divide_cores(cores: int, parallel_batches: bool, **options: Any) -> BatchingConfig:

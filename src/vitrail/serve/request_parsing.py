@@ -99,7 +99,7 @@ async def read_body(request: Request, limits: Limits, lease: Lease, deadline: fl
         message = f"the body did not arrive within {limits.body_timeout:g} seconds."
         raise RequestError(408, "request_timeout", message, {"Connection": "close"}) from None
     if not body.images:
-        raise RequestError(400, "no_image", "the request has no image; wanted 1 or more.")
+        raise RequestError(400, "no_image", "the request has no image; expected 1 or more.")
     if len(body.images) > limits.max_images:
         raise _too_many_images(limits)
     body.client = lease.client
@@ -203,7 +203,7 @@ def _body_from_form(form: FormData, whole: bool) -> RequestBody:
     for name, value in form.multi_items():
         if isinstance(value, UploadFile):
             if name not in IMAGE_FIELDS:
-                raise RequestError(400, "bad_form", f"got a file in the field {_shorten(name)}, wanted it in images.")
+                raise RequestError(400, "bad_form", f"got a file in the field {_shorten(name)}, expected it in images.")
             body.images.append(value.file.read())
         else:
             fields.append((name, value))
@@ -214,15 +214,15 @@ def _body_from_form(form: FormData, whole: bool) -> RequestBody:
 def _body_from_json(data: bytes) -> RequestBody:
     _check_value_count(sum(map(data.count, (b",", b"[", b"{"))))
     if data.count(b"\\") > len(data) // CHARACTERS_PER_ESCAPE + MAX_VALUES:
-        raise RequestError(400, "bad_json", "the body has too many escapes; wanted images as plain base64.")
+        raise RequestError(400, "bad_json", "the body has too many escapes; expected images as plain base64.")
     try:
         values = json.loads(data)
     except (ValueError, RecursionError):
         raise RequestError(400, "bad_json", "the body is not JSON.") from None
     if not isinstance(values, dict):
-        raise RequestError(400, "bad_json", 'wanted a JSON object such as {"images": ["<base64>"]}.')
+        raise RequestError(400, "bad_json", 'expected a JSON object such as {"images": ["<base64>"]}.')
     if "image" in values and "images" in values:
-        raise RequestError(400, "bad_json", "got both image and images, wanted one of them.")
+        raise RequestError(400, "bad_json", "got both image and images, expected one of them.")
     found = [values.pop("image")] if "image" in values else values.pop("images", [])
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
         raise RequestError(400, "bad_json", "images must be a list of base64 strings.")
@@ -275,14 +275,14 @@ def _parse_parameter(name: str, text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise RequestError(
-            400, "invalid_parameter", f"{_shorten(name)} is not valid JSON; wanted a number, or a list such as [1,2]."
+            400, "invalid_parameter", f"{_shorten(name)} is not valid JSON; expected a number, or a list such as [1,2]."
         ) from None
 
 
 def _check_content_encoding(coding: str) -> None:
     """Raise RequestError if the body is compressed."""
     if {one.strip().lower() for one in coding.split(",")} - {"", "identity"}:
-        message = f"got a body with Content-Encoding {coding[:80]!r}, wanted identity; send it uncompressed."
+        message = f"got a body with Content-Encoding {coding[:80]!r}, expected identity; send it uncompressed."
         raise RequestError(415, "unsupported_encoding", message, {"Accept-Encoding": "identity"})
 
 
@@ -298,7 +298,7 @@ def _unsupported_type(content_type: str) -> RequestError:
     return RequestError(
         415,
         "unsupported_body",
-        f"got a body of type {content_type[:80] or 'none'!r}, wanted multipart/form-data, application/json, image/* or "
+        f"the body has the type {content_type[:80] or 'none'!r}, expected multipart/form-data, application/json, image/* or "
         "application/octet-stream; for an image, send Content-Type: image/jpeg.",
     )
 

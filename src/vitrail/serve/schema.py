@@ -235,11 +235,11 @@ def validate_parameters(kind: type[Parameters], values: dict[str, Any]) -> Param
     name, value = str(found["loc"][0]), found["input"]
     if found["type"] == "extra_forbidden":
         known = ", ".join(kind.model_fields) or "none"
-        raise RequestError(400, "invalid_parameter", f"unknown parameter {name[:40]!r}, wanted one of {known}.")
+        raise RequestError(400, "invalid_parameter", f"unknown parameter {name[:40]!r}, expected one of {known}.")
     if found["type"] == "too_long":
         most = found["ctx"]["max_length"]
-        raise RequestError(400, "invalid_parameter", f"{name} has {len(value):,} values, wanted at most {most:,}.")
-    raise RequestError(400, "invalid_parameter", f"{name}: got {_format_value(value)}, wanted {EXPECTED[name]}.")
+        raise RequestError(400, "invalid_parameter", f"{name} has {len(value):,} values, expected at most {most:,}.")
+    raise RequestError(400, "invalid_parameter", f"{name}: got {_format_value(value)}, expected {EXPECTED[name]}.")
 
 
 def _format_value(value: Any) -> str:

@@ -111,7 +111,7 @@ class SecurityMiddleware:
         """
         names = _header_values(scope, b"host")
         if len(names) > 1 or (not names and scope["http_version"] != "1.0"):
-            raise RequestError(400, "bad_request", f"got {len(names)} Host headers, wanted 1.")
+            raise RequestError(400, "bad_request", f"got {len(names)} Host headers, expected 1.")
         for raw in names if self.hosts is not None else ():
             name = PORT.sub("", raw.decode("latin-1").lower()).rstrip(".")
             if not LOOPBACK_HOST.fullmatch(name) and name not in (self.hosts or ()):

@@ -185,14 +185,14 @@ def fit_open_files(limits: Limits) -> tuple[Limits, int]:
     import resource
 
     own = len(os.listdir("/dev/fd")) + SPARE_DESCRIPTORS
-    wanted = own + limits.max_connections + ACCEPT_ROUNDS * BACKLOG
+    expected = own + limits.max_connections + ACCEPT_ROUNDS * BACKLOG
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < wanted:  # unlimited is -1 or very large
-        raised = min(wanted, hard) if hard >= 0 else wanted
+    if 0 <= soft < expected:  # unlimited is -1 or very large
+        raised = min(expected, hard) if hard >= 0 else expected
         with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit of its own
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
             soft = raised
-    if not 0 <= soft < wanted:
+    if not 0 <= soft < expected:
         return limits, BACKLOG
     free = soft - own
     backlog = min(BACKLOG, free // (3 * ACCEPT_ROUNDS))

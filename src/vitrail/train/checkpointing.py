@@ -281,12 +281,12 @@ def read_progress(path: Path) -> Progress:
     """Read state.json and verify the checksums of the tensors; raises CheckpointError if anything is damaged."""
     try:
         state = current("checkpoint", json.loads((path / STATE).read_text(encoding="utf-8")))
-        wanted = state.pop("checksums", {})
+        expected = state.pop("checksums", {})
         progress = Progress(**state)
-        same = all((path / file).exists() and checksum(path / file) == crc for file, crc in wanted.items())
+        same = all((path / file).exists() and checksum(path / file) == crc for file, crc in expected.items())
     except (AttributeError, OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"the checkpoint {path} is damaged ({error})") from error
-    if not wanted:
+    if not expected:
         raise CheckpointError(f"the checkpoint {path} is damaged: it holds no tensors")
     if not same:
         raise CheckpointError(f"the checkpoint {path} is damaged: the checksums of its tensors do not match")

@@ -69,15 +69,15 @@ class EMA:
         self._swapped = not self._swapped
 
 
-def check_same_tensors(what: str, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+def check_same_tensors(what: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Raise TrainError unless both have the same names, shapes and dtypes."""
-    for name in sorted(set(got) ^ set(wanted)):
-        if name in wanted:
+    for name in sorted(set(got) ^ set(expected)):
+        if name in expected:
             raise TrainError(f"{what} in the checkpoint lack {name!r}{did_you_mean(name, got)}")
         raise TrainError(f"{what} in the checkpoint include {name!r}, which this run does not train.")
-    for name, tensor in wanted.items():
+    for name, tensor in expected.items():
         if got[name].shape != tensor.shape or got[name].dtype != tensor.dtype:
             raise TrainError(
                 f"{what} in the checkpoint have {name!r} as {got[name].dtype} {tuple(got[name].shape)}, "
-                f"wanted {tensor.dtype} {tuple(tensor.shape)}."
+                f"expected {tensor.dtype} {tuple(tensor.shape)}."
             )

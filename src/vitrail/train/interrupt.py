@@ -72,8 +72,8 @@ class Interrupt:
         if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
             return
         self.exit_message = exit_message
-        wanted = [sig for sig in SIGNALS if sig in ALWAYS_HANDLED or signal.getsignal(sig) == signal.SIG_DFL]
-        self.previous_handlers = {sig: signal.signal(sig, self._handle_signal) for sig in wanted}
+        expected = [sig for sig in SIGNALS if sig in ALWAYS_HANDLED or signal.getsignal(sig) == signal.SIG_DFL]
+        self.previous_handlers = {sig: signal.signal(sig, self._handle_signal) for sig in expected}
         # Python runs handlers in the main thread, which may be inside a kernel for a long time. The wake-up socket is
         # written by the C-level handler, so that a thread can reply at once.
         self.wakeup_sockets = socket.socketpair()

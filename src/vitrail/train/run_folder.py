@@ -186,17 +186,17 @@ def read_run_config(path: Path) -> TrainConfig:
         raise TrainError(f"{path} is not the config of a run: {error}") from error
 
 
-def first_unused_folder(wanted: Path) -> Path:
-    """The first of `wanted`, wanted-2, wanted-3, ... that holds no run."""
-    number, path = 2, wanted
+def first_unused_folder(expected: Path) -> Path:
+    """The first of `expected`, expected-2, expected-3, ... that holds no run."""
+    number, path = 2, expected
     while RunFolder(path).started:
-        path, number = wanted.with_name(f"{wanted.name}-{number}"), number + 1
+        path, number = expected.with_name(f"{expected.name}-{number}"), number + 1
     return path
 
 
-def latest_run_folder(wanted: Path) -> Path:
-    """The last of `wanted`, wanted-2, ... that holds a run."""
-    number, path = 2, wanted
-    while RunFolder(after := wanted.with_name(f"{wanted.name}-{number}")).started:
+def latest_run_folder(expected: Path) -> Path:
+    """The last of `expected`, expected-2, ... that holds a run."""
+    number, path = 2, expected
+    while RunFolder(after := expected.with_name(f"{expected.name}-{number}")).started:
         path, number = after, number + 1
     return path

@@ -77,7 +77,7 @@ def _check_complete(folder: Path, into: Mapping[str, Tensor]) -> None:
         if found.size != tensor.shape or parts != tensor.numel():
             raise CheckpointError(
                 f"the sharded checkpoint {folder} holds {parts} numbers of {name!r} in {tuple(found.size)}, "
-                f"wanted {tensor.numel()} in {tuple(tensor.shape)}; a process's file may be missing."
+                f"expected {tensor.numel()} in {tuple(tensor.shape)}; a process's file may be missing."
             )
 
 

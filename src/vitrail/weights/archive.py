@@ -339,7 +339,7 @@ def _read_shard(path: Path) -> _Contents:
         return _read_safetensors(path)
     if kind.endswith("torch"):
         return _read_torch(path, None, mapped=kind == "torch")
-    raise CheckpointError(f"{path} is not a shard but a {kind} file; wanted safetensors or a torch.save file.")
+    raise CheckpointError(f"{path} is not a shard but a {kind} file; expected safetensors or a torch.save file.")
 
 
 def _strip_wrapper_prefixes(entries: dict[str, TensorEntry]) -> tuple[dict[str, TensorEntry], list[str]]:
@@ -370,7 +370,7 @@ def _find_weights_file(path: Path) -> tuple[Path, list[str]]:
         return _find_weights_file(path / "model")[0], [f"read the model of the training run in {path}"]
     looked = ", ".join((*STANDARD_NAMES, "one .safetensors, .npz, .pth, .pt or .bin file"))
     raise NotFoundError(
-        f"no weights in the folder {path}, which contains {summarize_names(names) or 'nothing'}; wanted {looked}."
+        f"no weights in the folder {path}, which contains {summarize_names(names) or 'nothing'}; expected {looked}."
     )
 
 

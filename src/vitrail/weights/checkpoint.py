@@ -179,11 +179,11 @@ def write(
 
 def _check_shapes(net: Net, info: ModelInfo) -> None:
     """Raise ModelError if the network's tensors do not match its config: the file could not be read back."""
-    wanted = build(info.config, meta=True).state_dict()
+    expected = build(info.config, meta=True).state_dict()
     for name, tensor in net.state_dict().items():
-        if name in wanted and tensor.shape != wanted[name].shape:
+        if name in expected and tensor.shape != expected[name].shape:
             raise ModelError(
-                f"the network's {name} is {tuple(tensor.shape)}, but its config gives {tuple(wanted[name].shape)}: a "
+                f"the network's {name} is {tuple(tensor.shape)}, but its config gives {tuple(expected[name].shape)}: a "
                 "module was replaced. Use with_classes, with_channels or resized, which change both."
             )
 

@@ -43,7 +43,7 @@ def read_labels(spec: str | Path | Sequence[str] | Mapping[Any, Any], count: int
         source = "the given class names"
         labels = _from_value(spec, source)
     if count is not None and len(labels) != count:
-        raise ConfigError(f"{source}: got {len(labels)} names, wanted {count}, one for each output of the head.")
+        raise ConfigError(f"{source}: got {len(labels)} names, expected {count}, one for each output of the head.")
     return labels
 
 
@@ -112,9 +112,9 @@ def _from_timm(folder: Path) -> tuple[str, ...]:
     return tuple(named)
 
 
-def _read_table(path: Path, wanted: set[str]) -> dict[str, str]:
+def _read_table(path: Path, expected: set[str]) -> dict[str, str]:
     pairs = (line.partition("\t") for line in path.read_text(encoding="utf-8").splitlines())
-    return {key: value.strip() for key, _, value in pairs if key in wanted}
+    return {key: value.strip() for key, _, value in pairs if key in expected}
 
 
 def _occurrences(names: list[str]) -> list[int]:
@@ -141,7 +141,7 @@ def _from_file(path: Path) -> tuple[str, ...]:
         hint = did_you_mean(path.name, [*names, IMAGENET_1K])
         raise NotFoundError(f"no such class names file: {path}{hint}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text; wanted one class name per line, or JSON.") from None
+        raise ConfigError(f"{path} is not UTF-8 text; expected one class name per line, or JSON.") from None
     except OSError as error:
         raise ConfigError(f"cannot read the class names in {path}: {error.strerror or error}.") from error
     if path.suffix == ".json" or text.lstrip()[:1] in ("[", "{"):
@@ -164,7 +164,7 @@ def _from_value(value: Any, source: str) -> tuple[str, ...]:
         return _validated(_sort_by_index(value, source), source)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return _validated(list(value), source)
-    raise ConfigError(f"{source}: wanted a list of names or a dictionary from index to name, got {value!r:.60}.")
+    raise ConfigError(f"{source}: expected a list of names or a dictionary from index to name, got {value!r:.60}.")
 
 
 def _sort_by_index(names: Mapping[Any, Any], source: str) -> list[Any]:
@@ -173,7 +173,7 @@ def _sort_by_index(names: Mapping[Any, Any], source: str) -> list[Any]:
     try:
         by_index = {int(key): name for key, name in names.items()}
     except (TypeError, ValueError):
-        raise ConfigError(f"{source}: wanted indices 0, 1, ... as keys, got {next(iter(names))!r}.") from None
+        raise ConfigError(f"{source}: expected indices 0, 1, ... as keys, got {next(iter(names))!r}.") from None
     missing = [i for i in range(len(names)) if i not in by_index]
     if missing:
         raise ConfigError(f"{source}: index {missing[0]} of 0 to {len(names) - 1} has no name.")

@@ -29,7 +29,7 @@ UNSUPPORTED_SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x89PNG", "a PNG image"),
 )
 HEAD_BYTES = 512
-SUPPORTED_TYPES = "wanted safetensors, npz or a torch.save file"
+SUPPORTED_TYPES = "expected safetensors, npz or a torch.save file"
 DOWNLOAD_AGAIN = "download or copy it again"
 
 

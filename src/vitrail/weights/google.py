@@ -245,7 +245,7 @@ class ShapeReader:
             raise FormatError(f"read as {self.format_name}, the tensors do not fit: missing {name}.")
         shape = self.archive.shape(name)
         if len(shape) != rank:
-            raise FormatError(f"read as {self.format_name}: {name} has shape {shape}, wanted {rank} dimensions.")
+            raise FormatError(f"read as {self.format_name}: {name} has shape {shape}, expected {rank} dimensions.")
         return shape
 
     def stage_depths(self) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ def fetch(name: str, revision: str | None = None, *, update: bool = False) -> Pa
     """
     parsed = parse_hub_id(name)
     if parsed is None:
-        raise NotFoundError(f"{name!r} is not a hub id; wanted user/model or user/model@revision.")
+        raise NotFoundError(f"{name!r} is not a hub id; expected user/model or user/model@revision.")
     repo, written = parsed
     if revision and written and revision != written:
         raise NotFoundError(

@@ -36,7 +36,7 @@ def locate(source: str | Path | ModelLocation) -> ModelLocation:
         return source
     text, path = str(source), Path(source).expanduser()
     if not text.strip():
-        raise NotFoundError("got an empty name, wanted a file, a folder, a model name or a hub id.")
+        raise NotFoundError("got an empty name, expected a file, a folder, a model name or a hub id.")
     if _exists(path):
         return ModelLocation(_model_folder(path))
     if isinstance(source, Path):

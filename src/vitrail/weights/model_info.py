@@ -88,7 +88,7 @@ class ModelInfo:
     def from_dict(cls, values: dict[str, Any]) -> ModelInfo:
         if values.get("format") != "vitrail" or "version" not in values:
             raise FormatError(
-                f"wanted format='vitrail' and a version, got format={values.get('format')!r}, "
+                f"expected format='vitrail' and a version, got format={values.get('format')!r}, "
                 f"version={values.get('version')!r}."
             )
         values = current("model", values)

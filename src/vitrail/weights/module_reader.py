@@ -54,7 +54,7 @@ def read_module(module: nn.Module, *, overrides: Mapping[str, Any], **options: A
     archive = _archive_of(module)
     if not any(form.detect(archive) is not None for form in checkpoint.FORMATS):
         raise FormatError(
-            f"{archive.source} is not a supported network; wanted a Vision Transformer or BiT of timm, "
+            f"{archive.source} is not a supported network; expected a Vision Transformer or BiT of timm, "
             "transformers, torchvision or open_clip."
         )
     known = {} if _is_transformers(module) else _infer_conventions(module)  # transformers' config states all of it
@@ -201,10 +201,10 @@ def _check_same_outputs(module: nn.Module, net: Net, source: str) -> list[str]:
     with torch.autocast("cpu", enabled=False):
         theirs, exact = _forward(module, images), _float32_on_cpu(net)
         images = images.to(torch.promote_types(ours.dtype, torch.float32))
-        wanted = exact(images)
-        if torch.equal(wanted[0], wanted[1]):
+        expected = exact(images)
+        if torch.equal(expected[0], expected[1]):
             return unknown  # with a head of zeros, all outputs are the same
-        differences = [_relative_difference(theirs[name], wanted) for name in OUTPUT_FIELDS if name in theirs]
+        differences = [_relative_difference(theirs[name], expected) for name in OUTPUT_FIELDS if name in theirs]
         if isinstance(exact, ViT) and not (exact.config.num_classes or exact.config.pre_logits or exact.pool):
             # The last tokens decide the output whatever the pooler; masked autoencoders shuffle them.
             hidden, tokens = theirs.get("last_hidden_state"), exact.features(images, layers=[-1], norm=True).tokens
@@ -221,11 +221,11 @@ def _check_same_outputs(module: nn.Module, net: Net, source: str) -> list[str]:
     )
 
 
-def _relative_difference(got: Tensor, wanted: Tensor) -> float:
-    """|got - wanted| / |wanted|; infinity if the shapes differ."""
-    if got.shape != wanted.shape:
+def _relative_difference(got: Tensor, expected: Tensor) -> float:
+    """|got - expected| / |expected|; infinity if the shapes differ."""
+    if got.shape != expected.shape:
         return math.inf
-    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
 def _float32_on_cpu(module: Any) -> Any:

@@ -111,7 +111,7 @@ def unwrap(loaded: Any, section: str | None, path: Path) -> PickleContents:
         sections += map(str, node)
         node = node[choice]
     if not isinstance(node, Mapping):
-        raise CheckpointError(f"{path} contains a {type(node).__name__}, wanted a dictionary of tensors.")
+        raise CheckpointError(f"{path} contains a {type(node).__name__}, expected a dictionary of tensors.")
     tensors = {k: v.detach() for k, v in node.items() if isinstance(k, str) and isinstance(v, Tensor)}
     aside = [str(k) for k in node if k not in tensors]
     extras.update({str(k): _to_plain(v) for k, v in node.items() if k not in tensors and _is_plain(v)})

@@ -114,12 +114,12 @@ class RenameTable:
 
     def read(self, theirs: Mapping[str, Tensor], skeleton: nn.Module, config: AnyConfig) -> dict[str, Tensor]:
         """Their tensors -> the skeleton's state_dict; FormatError lists missing, unexpected and misshapen tensors."""
-        wanted = skeleton.state_dict()
+        expected = skeleton.state_dict()
         state: dict[str, Tensor] = {}
         came: dict[str, str] = {}
         used: set[str] = set()
         missing: list[str] = []
-        for rule in self.bind(config, wanted):
+        for rule in self.bind(config, expected):
             absent = [name for name in rule.theirs if name not in theirs]
             if absent:
                 missing += absent
@@ -129,15 +129,15 @@ class RenameTable:
             state.update(zip(rule.ours, tensors, strict=True))
             came.update(dict.fromkeys(rule.ours, " and ".join(rule.theirs)))
         left = [n for n in theirs if n not in used and not self.is_ignored(n)]
-        uncovered = [n for n in wanted if n not in state] if not missing else []
+        uncovered = [n for n in expected if n not in state] if not missing else []
         wrong = [
-            f"{name} {tuple(state[name].shape)} for {tuple(wanted[name].shape)}"
+            f"{name} {tuple(state[name].shape)} for {tuple(expected[name].shape)}"
             + (f", from {came[name]}" if came[name] != name else "")
             for name in state
-            if state[name].shape != wanted[name].shape
+            if state[name].shape != expected[name].shape
         ]
         self._raise_mismatch(missing + uncovered, left, wrong)
-        return {name: state[name] for name in wanted}
+        return {name: state[name] for name in expected}
 
     def write(self, ours: Mapping[str, Tensor], config: AnyConfig) -> dict[str, Tensor]:
         """Our tensors -> theirs; ConversionError lists tensors without a name in the format."""

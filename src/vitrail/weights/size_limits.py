@@ -27,7 +27,9 @@ def check_names(tensors: LazyTensors) -> None:
     """Raise FormatError for an impossible block index in a name: the number of blocks is inferred from the names."""
     for name in tensors:
         if any(len(digits) > 9 or int(digits) >= len(tensors) for digits in LONG_NUMBER.findall(name)):
-            raise FormatError(f"got a tensor {name[:80]!r} among {len(tensors)} tensors, wanted block indices from 0.")
+            raise FormatError(
+                f"got a tensor {name[:80]!r} among {len(tensors)} tensors, expected block indices from 0."
+            )
 
 
 def check_sizes(info: ModelInfo, tensors: LazyTensors) -> None:
@@ -35,11 +37,11 @@ def check_sizes(info: ModelInfo, tensors: LazyTensors) -> None:
     check_image_size(info)
     blocks, stated = _num_blocks(info.config)
     if blocks > max(len(tensors), MIN_BLOCK_LIMIT):
-        raise FormatError(f"got {stated}, wanted at most the file's number of tensors, {len(tensors)}.")
+        raise FormatError(f"got {stated}, expected at most the file's number of tensors, {len(tensors)}.")
     there = sum(math.prod(tensors.shape(name)) for name in tensors)
-    for stated, wanted in _min_weights(info.config):
-        if wanted > MAX_WEIGHT_RATIO * there:
-            raise FormatError(f"got {stated}: at least {wanted:,} weights, but the file has {there:,}.")
+    for stated, expected in _min_weights(info.config):
+        if expected > MAX_WEIGHT_RATIO * there:
+            raise FormatError(f"got {stated}: at least {expected:,} weights, but the file has {there:,}.")
 
 
 def check_image_size(info: ModelInfo) -> None:
@@ -50,11 +52,11 @@ def check_image_size(info: ModelInfo) -> None:
     ):
         height, width = pair(image)
         if height * width > MAX_PIXELS:
-            raise FormatError(f"got {stated}={height}x{width}, wanted at most {MAX_PIXELS:,} pixels.")
+            raise FormatError(f"got {stated}={height}x{width}, expected at most {MAX_PIXELS:,} pixels.")
     if isinstance(info.config, ViTConfig):
         tokens = math.prod(info.config.grid) + info.config.num_registers
         if tokens > MAX_TOKENS:
-            raise FormatError(f"got {tokens:,} patches and registers, wanted at most {MAX_TOKENS:,}.")
+            raise FormatError(f"got {tokens:,} patches and registers, expected at most {MAX_TOKENS:,}.")
 
 
 def _num_blocks(config: AnyConfig) -> tuple[int, str]:

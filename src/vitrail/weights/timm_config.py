@@ -134,10 +134,10 @@ class TimmConfig:
             "pre_norm": "_clip_" in self.arch,
         } | self.args
         for name, value in sizes.items():
-            wanted = stated.get(name)
-            if wanted is not None and _int_or_tuple(wanted) != _int_or_tuple(value):
+            expected = stated.get(name)
+            if expected is not None and _int_or_tuple(expected) != _int_or_tuple(value):
                 raise FormatError(
-                    f"the file states timm's {self.arch} with {name}={wanted}, but the tensors have {name}={value}: "
+                    f"the file states timm's {self.arch} with {name}={expected}, but the tensors have {name}={value}: "
                     f"the files belong to different models, or model_args in config.json lacks {name}={value}."
                 )
 

@@ -271,9 +271,9 @@ def _expect(kind: Any, value: Any) -> Any:
 def _check_storage(archive: zipfile.ZipFile, root: str, strided: TensorRef) -> None:
     storage = strided.storage
     info = archive.NameToInfo.get(f"{root}data/{storage.key}")
-    wanted = storage.numel * storage.dtype.itemsize
-    if info is None or info.file_size != wanted or info.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"data/{storage.key} does not hold the {wanted} bytes of its tensor")
+    expected = storage.numel * storage.dtype.itemsize
+    if info is None or info.file_size != expected or info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"data/{storage.key} does not hold the {expected} bytes of its tensor")
     last = strided.offset + sum((n - 1) * s for n, s in zip(strided.shape, strided.stride, strict=True))
     if math.prod(strided.shape) and last >= storage.numel:
         raise ValueError(f"a tensor reaches beyond data/{storage.key}")

@@ -204,7 +204,7 @@ def reject_tensors(names: Iterable[str], stated_family: str | None = None) -> No
     """Raise FormatError for a bare file with the tensors of one of these families. `stated_family`: the caller's."""
     endings = _endings(names)
     for family in UNSUPPORTED:
-        if not any(_fits(wanted, endings) for wanted in family.tensors):
+        if not any(_fits(expected, endings) for expected in family.tensors):
             continue
         if not family.shared_with:
             raise FormatError(f"this is {family.title}, which vitrail does not support.")
@@ -215,8 +215,8 @@ def reject_tensors(names: Iterable[str], stated_family: str | None = None) -> No
             )
 
 
-def _fits(wanted: tuple[str, ...], endings: set[str]) -> bool:
-    return all((name[1:] not in endings) if name.startswith("!") else (name in endings) for name in wanted)
+def _fits(expected: tuple[str, ...], endings: set[str]) -> bool:
+    return all((name[1:] not in endings) if name.startswith("!") else (name in endings) for name in expected)
 
 
 def _endings(names: Iterable[str]) -> set[str]:

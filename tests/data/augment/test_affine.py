@@ -37,8 +37,8 @@ def test_every_pixel_is_what_scipy_interpolates(images: Tensor, name: str):
         at = np.einsum("ij,jhw->ihw", matrix, np.stack([x, y, np.ones_like(x)])) - 0.5
         for channel in range(3):
             pixels, fill = photo[channel].double().numpy(), float(FILL[channel])
-            wanted = ndimage.map_coordinates(pixels, at[::-1], order=1, mode="grid-constant", cval=fill)
-            np.testing.assert_allclose(got[channel].numpy(), wanted, rtol=0, atol=3e-5)
+            expected = ndimage.map_coordinates(pixels, at[::-1], order=1, mode="grid-constant", cval=fill)
+            np.testing.assert_allclose(got[channel].numpy(), expected, rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -46,20 +46,20 @@ def test_inside_it_is_pillows_transform(photos: Tensor, name: str):
     ours = affine(photos / 255, as_tensor(MATRICES[name]), FILL)
     for photo, matrix, got in zip(photos, MATRICES[name], ours, strict=True):
         image = Image.fromarray(photo.permute(1, 2, 0).numpy())
-        wanted = image.transform(image.size, Image.Transform.AFFINE, matrix.ravel(), Image.Resampling.BILINEAR)
+        expected = image.transform(image.size, Image.Transform.AFFINE, matrix.ravel(), Image.Resampling.BILINEAR)
         marked = Image.new("L", image.size, 255).transform(image.size, Image.Transform.AFFINE, matrix.ravel())
         inside = ndimage.binary_erosion(np.asarray(marked) > 0, iterations=2)
         assert inside.sum() > 300
-        gap = np.abs(got.permute(1, 2, 0).numpy() - np.asarray(wanted) / 255.0)[inside]
+        gap = np.abs(got.permute(1, 2, 0).numpy() - np.asarray(expected) / 255.0)[inside]
         assert gap.max() < 1.1 / 255  # Pillow cuts off what is between two levels
 
 
 def test_a_rotation_is_pillows_against_the_clock(photos: Tensor):
     degrees = np.full(16, 20.0)
     ours = affine(photos / 255, as_tensor(rotation(degrees, SIZE)), torch.zeros(3, 1, 1))
-    wanted = np.asarray(Image.fromarray(photos[0].permute(1, 2, 0).numpy()).rotate(20, Image.Resampling.BILINEAR))
+    expected = np.asarray(Image.fromarray(photos[0].permute(1, 2, 0).numpy()).rotate(20, Image.Resampling.BILINEAR))
     middle = np.s_[12:28, 18:38]
-    assert np.abs(ours[0].permute(1, 2, 0).numpy() - wanted / 255.0)[middle].max() < 1.1 / 255
+    assert np.abs(ours[0].permute(1, 2, 0).numpy() - expected / 255.0)[middle].max() < 1.1 / 255
 
 
 def test_the_identity_changes_nothing(images: Tensor):

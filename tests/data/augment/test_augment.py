@@ -72,8 +72,8 @@ def augmentation(
 
 def test_with_everything_off_it_is_the_preprocessing_to_the_bit(photos: Tensor):
     images, targets = augmentation(crop="none", flip=0.0)(batch_of(photos))
-    wanted = Preprocess(PreprocessConfig(image_size=(40, 56), **IMAGENET)).normalize(photos)
-    assert torch.equal(images, wanted)
+    expected = Preprocess(PreprocessConfig(image_size=(40, 56), **IMAGENET)).normalize(photos)
+    assert torch.equal(images, expected)
     assert targets.tolist() == [i % 7 for i in range(16)]
 
 
@@ -91,14 +91,14 @@ def test_every_setting_gives_float32_of_the_networks_size(photos: Tensor, name: 
 
 
 def test_images_that_were_never_rounded_are_welcome(photos: Tensor):
-    same, wanted = (augmentation(**EVERYTHING)(batch_of(p)) for p in (photos.to(torch.float32), photos))
-    torch.testing.assert_close(same, wanted, rtol=0, atol=1e-5)
+    same, expected = (augmentation(**EVERYTHING)(batch_of(p)) for p in (photos.to(torch.float32), photos))
+    torch.testing.assert_close(same, expected, rtol=0, atol=1e-5)
 
 
 def test_images_may_lie_in_memory_pixel_by_pixel(photos: Tensor):
-    wanted, _ = augmentation(**EVERYTHING)(batch_of(photos))
+    expected, _ = augmentation(**EVERYTHING)(batch_of(photos))
     images, _ = augmentation(**EVERYTHING)(batch_of(photos.contiguous(memory_format=torch.channels_last)))
-    assert torch.equal(images, wanted)
+    assert torch.equal(images, expected)
     plain, _ = augmentation(crop="none")(batch_of(photos.contiguous(memory_format=torch.channels_last)))
     assert plain.is_contiguous()
 
@@ -138,9 +138,9 @@ def test_the_device_takes_the_part_that_a_worker_would(photos: Tensor):
     boxes = crop_boxes(rng.sample_seeds(1, 5, np.arange(16)), np.tile((40, 56), (16, 1)), config.scale, config.ratio)
     for image, (top, left, height, width), got in zip(photos, boxes, images, strict=True):
         part = image[None, :, top : top + height, left : left + width] / 255
-        wanted = interpolate(part, (32, 32), mode="bilinear", antialias=True)[0]
+        expected = interpolate(part, (32, 32), mode="bilinear", antialias=True)[0]
         mean, std = (torch.tensor(IMAGENET[name])[:, None, None] for name in ("mean", "std"))
-        torch.testing.assert_close(got, (wanted - mean) / std, rtol=0, atol=5e-5)
+        torch.testing.assert_close(got, (expected - mean) / std, rtol=0, atol=5e-5)
 
 
 def test_what_a_worker_has_cropped_is_not_cropped_again(photos: Tensor):
@@ -255,10 +255,10 @@ def test_compiled_it_is_the_same_but_for_rounding(photos: Tensor):
     settings = EVERYTHING
     compiled, plain = augmentation(compile=True, **settings), augmentation(**settings)
     for step in range(2):
-        ours, wanted = compiled(batch_of(photos, step)), plain(batch_of(photos, step))
-        far = (ours[0] - wanted[0]).abs() > 1e-3  # a level that lies on a threshold may fall on its other side
+        ours, expected = compiled(batch_of(photos, step)), plain(batch_of(photos, step))
+        far = (ours[0] - expected[0]).abs() > 1e-3  # a level that lies on a threshold may fall on its other side
         assert far.float().mean() < 1e-3
-        torch.testing.assert_close(ours[1], wanted[1])
+        torch.testing.assert_close(ours[1], expected[1])
 
 
 def _sync_debug_mode(mode: str) -> None:
@@ -280,9 +280,9 @@ def _rounded_otherwise(
         return augment(batch)[0]
 
 
-def _differ(ours: Tensor, wanted: Tensor) -> Tensor:
+def _differ(ours: Tensor, expected: Tensor) -> Tensor:
     """Which images do, visibly: b."""
-    return (ours - wanted).abs().amax(dim=(1, 2, 3)) > 1e-3
+    return (ours - expected).abs().amax(dim=(1, 2, 3)) > 1e-3
 
 
 def test_only_where_an_image_is_equalized_or_posterized_does_rounding_show(photos: Tensor, monkeypatch):
@@ -307,30 +307,30 @@ def test_a_gpu_computes_the_same_and_is_never_waited_for(photos: Tensor, name: s
             images, targets = augment(there)
         finally:
             _sync_debug_mode("default")
-        wanted = plain(batch)
+        expected = plain(batch)
         # Equalize counts the pixels of each level, and one that lies between two levels can shift a whole
         # image, and then the one that it is mixed into. Only those may differ that rounding changes here too.
         others = [_rounded_otherwise(plain, batch, monkeypatch) for _ in range(4)]
-        shaky = torch.stack([_differ(other, wanted[0]) for other in others]).any(0)
+        shaky = torch.stack([_differ(other, expected[0]) for other in others]).any(0)
         assert shaky.sum() <= (4 if name == "everything" else 0)
-        assert not (_differ(images.cpu(), wanted[0]) & ~shaky).any()
-        torch.testing.assert_close(targets.cpu(), wanted[1])
+        assert not (_differ(images.cpu(), expected[0]) & ~shaky).any()
+        torch.testing.assert_close(targets.cpu(), expected[1])
 
 
 def test_images_of_the_wrong_size_are_refused(photos: Tensor):
-    with pytest.raises(DataError, match="got images of 40 x 56, wanted 32 x 32"):
+    with pytest.raises(DataError, match="got images of 40 x 56, expected 32 x 32"):
         augmentation((32, 32), crop="none")(batch_of(photos))
 
 
 @pytest.mark.parametrize("slots", [range(6), range(2, 10), [0, 1, 2, 3, 8, 9, 10, 11]])
 def test_a_part_that_is_no_whole_groups_is_refused(photos: Tensor, slots: range | list[int]):
     part = rows(batch_of(photos), torch.tensor(list(slots)))
-    with pytest.raises(DataError, match=r"of 16 images of a batch, wanted whole groups of 8 to mix; try .*="):
+    with pytest.raises(DataError, match=r"of 16 images of a batch, expected whole groups of 8 to mix; try .*="):
         augmentation(mixup=0.8)(part)
 
 
 def test_more_border_than_image_is_refused():
-    with pytest.raises(ConfigError, match="pad=8, wanted less than the side of 8 x 8 images"):
+    with pytest.raises(ConfigError, match="pad=8, expected less than the side of 8 x 8 images"):
         augmentation((8, 8), crop="pad", pad=8)
 
 

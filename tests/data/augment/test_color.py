@@ -37,8 +37,10 @@ def amounts(count: int, low: float, high: float) -> Tensor:
 
 
 def farthest(ours: Tensor, images: Tensor, reference: Callable[[Image.Image, float], Image.Image], numbers) -> float:
-    wanted = torch.stack([from_pillow(reference(to_pillow(i), float(n))) for i, n in zip(images, numbers, strict=True)])
-    return float((ours - wanted).abs().max())
+    expected = torch.stack(
+        [from_pillow(reference(to_pillow(i), float(n))) for i, n in zip(images, numbers, strict=True)]
+    )
+    return float((ours - expected).abs().max())
 
 
 ENHANCED = [
@@ -62,16 +64,16 @@ def test_enhancements_are_pillows(images: Tensor, change, enhance):
 def test_enhancements_are_torchvisions_without_rounding(images: Tensor, change, name: str):
     peer = getattr(import_peer("torchvision.transforms.v2.functional"), name)
     factors = amounts(len(images), 0.0, 2.0)
-    wanted = torch.stack([peer(image, float(factor)) for image, factor in zip(images, factors, strict=True)])
-    torch.testing.assert_close(change(images, factors), wanted, rtol=0, atol=2e-4)  # its gray has .2989 of red
+    expected = torch.stack([peer(image, float(factor)) for image, factor in zip(images, factors, strict=True)])
+    torch.testing.assert_close(change(images, factors), expected, rtol=0, atol=2e-4)  # its gray has .2989 of red
 
 
 @pytest.mark.peer
 def test_hue_is_torchvisions(images: Tensor):
     peer = import_peer("torchvision.transforms.v2.functional").adjust_hue
     turns = amounts(len(images), -0.5, 0.5)
-    wanted = torch.stack([peer(image, float(turn)) for image, turn in zip(images, turns, strict=True)])
-    torch.testing.assert_close(color.hue(images, turns), wanted, rtol=0, atol=1e-5)
+    expected = torch.stack([peer(image, float(turn)) for image, turn in zip(images, turns, strict=True)])
+    torch.testing.assert_close(color.hue(images, turns), expected, rtol=0, atol=1e-5)
 
 
 def test_hue_turns_pure_colors_into_each_other():
@@ -130,21 +132,21 @@ def test_blur_is_a_gaussian_cut_off_at_its_reach(images: Tensor):
     deviations = np.linspace(0.1, 2, len(images))
     ours = color.blur(images, torch.from_numpy(gaussian_weights(deviations, 6))).numpy()
     for image, deviation, got in zip(images.numpy(), deviations, ours, strict=True):
-        wanted = ndimage.gaussian_filter(image.astype(np.float64), deviation, axes=(1, 2), mode="nearest", radius=6)
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+        expected = ndimage.gaussian_filter(image.astype(np.float64), deviation, axes=(1, 2), mode="nearest", radius=6)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
 
 
 def test_blur_is_near_pillows_which_is_made_of_boxes(images: Tensor):
     deviations = np.linspace(0.1, 2, len(images))
     ours = color.blur(images, torch.from_numpy(gaussian_weights(deviations, 6)))
-    wanted = torch.stack(
+    expected = torch.stack(
         [
             from_pillow(to_pillow(i).filter(ImageFilter.GaussianBlur(float(d))))
             for i, d in zip(images, deviations, strict=True)
         ]
     )
-    assert (ours - wanted).abs().mean() < 0.5 * LEVEL
-    assert (ours - wanted).abs().max() < 8 * LEVEL
+    assert (ours - expected).abs().mean() < 0.5 * LEVEL
+    assert (ours - expected).abs().max() < 8 * LEVEL
 
 
 def test_gray_images_have_no_colors_to_change(images: Tensor):

@@ -97,8 +97,8 @@ def test_a_resized_crop_is_torchs_resize_of_the_part(images: Tensor, interpolati
     ours = resized_crop(images, torch.from_numpy(boxes), size, interpolation)
     for photo, (top, left, h, w), got in zip(images, boxes, ours, strict=True):
         part = photo[None, :, top : top + h, left : left + w]
-        wanted = interpolate(part, size, mode=interpolation, antialias=True, align_corners=False)[0]
-        torch.testing.assert_close(got, wanted, rtol=0, atol=5e-6)
+        expected = interpolate(part, size, mode=interpolation, antialias=True, align_corners=False)[0]
+        torch.testing.assert_close(got, expected, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
@@ -108,8 +108,8 @@ def test_a_resized_crop_is_pillows_but_for_its_rounding(photos: Tensor, interpol
     assert ours.dtype == torch.float32
     for photo, (top, left, h, w), got in zip(photos, boxes, ours, strict=True):
         image = Image.fromarray(photo.permute(1, 2, 0).numpy()).crop((left, top, left + w, top + h))
-        wanted = np.asarray(image.resize((32, 32), Image.Resampling[interpolation.upper()]), np.float32)
-        assert np.abs(got.clamp(0, 255).permute(1, 2, 0).numpy() - wanted).max() < 1.6  # two roundings
+        expected = np.asarray(image.resize((32, 32), Image.Resampling[interpolation.upper()]), np.float32)
+        assert np.abs(got.clamp(0, 255).permute(1, 2, 0).numpy() - expected).max() < 1.6  # two roundings
 
 
 @pytest.mark.parametrize("pad", [1, 4])
@@ -118,8 +118,8 @@ def test_a_shift_is_a_crop_of_the_mirrored_image(photos: Tensor, pad: int):
     ours = shift(photos, torch.from_numpy(by)).numpy()
     for photo, (down, right), got in zip(photos.numpy(), by, ours, strict=True):
         wide = np.pad(photo, ((0, 0), (pad, pad), (pad, pad)), mode="reflect")
-        wanted = wide[:, pad - down : pad - down + 40, pad - right : pad - right + 56]
-        np.testing.assert_array_equal(got, wanted)
+        expected = wide[:, pad - down : pad - down + 40, pad - right : pad - right + 56]
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_shifts_are_alike_in_both_directions():

@@ -123,18 +123,18 @@ def test_images_are_mixed_by_their_shares(images: Tensor):
     ours = mix_images(images, partners, torch.ones(16, dtype=torch.bool), on_cpu(params))
     kinds = set()
     for number in range(16):
-        lam, wanted = params["lam"][number], images[number].clone()
+        lam, expected = params["lam"][number], images[number].clone()
         if params["cut"][number]:
             top, left, height, width = params["boxes"][number]
             part = np.s_[:, top : top + height, left : left + width]
-            wanted[part] = partners[number][part]
+            expected[part] = partners[number][part]
             kinds.add("cut")
         elif lam < 1:
-            wanted = images[number] * lam + partners[number] * (1 - lam)
+            expected = images[number] * lam + partners[number] * (1 - lam)
             kinds.add("blend")
         else:
             kinds.add("none")
-        torch.testing.assert_close(ours[number], wanted, rtol=0, atol=1e-6)
+        torch.testing.assert_close(ours[number], expected, rtol=0, atol=1e-6)
     assert kinds == {"cut", "blend", "none"}
 
 

@@ -39,10 +39,10 @@ def test_bools_become_numbers_unless_shapes_must_be_static():
 def test_only_those_meant_are_changed_by_their_own_numbers():
     images, amounts = torch.arange(3.0).view(3, 1, 1, 1), torch.tensor([10.0, 20.0, 30.0])
     add = lambda some, amount: some + amount[:, None, None, None]  # noqa: E731
-    for mask, wanted in (([True, False, True], [10, 1, 32]), ([False] * 3, [0, 1, 2]), ([True] * 3, [10, 21, 32])):
+    for mask, expected in (([True, False, True], [10, 1, 32]), ([False] * 3, [0, 1, 2]), ([True] * 3, [10, 21, 32])):
         which = torch.tensor(mask)
         for form in (which, which.nonzero()[:, 0]):
-            assert apply_to_subset(form, images.clone(), add, amounts).flatten().tolist() == wanted
+            assert apply_to_subset(form, images.clone(), add, amounts).flatten().tolist() == expected
 
 
 def test_one_number_that_stands_for_many_is_packed_too():

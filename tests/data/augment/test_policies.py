@@ -98,12 +98,12 @@ def test_three_does_to_each_image_what_was_drawn(images: Tensor):
     assert all(params[name].any() for name in ("gray", "solarize", "blur"))
     for number, photo in enumerate(images):
         if params["gray"][number]:
-            wanted = color.grayscale(photo[None])
+            expected = color.grayscale(photo[None])
         elif params["solarize"][number]:
-            wanted = torch.where(photo * 255 < 127.9, photo, 1 - photo)[None]
+            expected = torch.where(photo * 255 < 127.9, photo, 1 - photo)[None]
         else:
-            wanted = color.blur(photo[None], torch.from_numpy(params["weights"][number : number + 1]))
-        assert torch.equal(ours[number], wanted[0])
+            expected = color.blur(photo[None], torch.from_numpy(params["weights"][number : number + 1]))
+        assert torch.equal(ours[number], expected[0])
 
 
 # RandAugment.
@@ -154,8 +154,8 @@ def test_each_operation_is_timms_at_every_strength(photos: Tensor, name: str, ma
             arguments = (max(1, arguments[0]),)  # Pillow refuses 0
         fill = tuple(round(255 * m) for m in MEAN)
         image = Image.fromarray(photo.permute(1, 2, 0).numpy())
-        wanted = np.asarray(operation(image, *arguments, resample=Image.Resampling.BILINEAR, fillcolor=fill)) / 255.0
-        gap = np.abs(got - wanted).max(-1)
+        expected = np.asarray(operation(image, *arguments, resample=Image.Resampling.BILINEAR, fillcolor=fill)) / 255.0
+        gap = np.abs(got - expected).max(-1)
         if name in GEOMETRIC_OPERATIONS:  # at the border we blend with the fill, Pillow does not
             lit = np.asarray(operation(Image.new("RGB", image.size, "white"), *arguments, fillcolor=(0, 0, 0)))[..., 0]
             gap = gap[ndimage.binary_erosion(lit == 255, iterations=2)]

@@ -32,12 +32,12 @@ def test_a_box_is_replaced_and_nothing_else(images: Tensor):
     boxes = torch.tensor([[3, 5, 10, 20], [0, 0, 40, 56], [39, 55, 1, 1], [7, 7, 0, 0]])
     noise = torch.randn(4, 3, 40, 56)
     ours = erase(images[:4], boxes, noise)
-    wanted = images[:4].clone()
+    expected = images[:4].clone()
     for number, (top, left, height, width) in enumerate(boxes.tolist()):
         for row in range(top, top + height):
             for column in range(left, left + width):
-                wanted[number, :, row, column] = noise[number, :, row, column]
-    assert torch.equal(ours, wanted)
+                expected[number, :, row, column] = noise[number, :, row, column]
+    assert torch.equal(ours, expected)
 
 
 def test_as_many_are_erased_as_asked_for():

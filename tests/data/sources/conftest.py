@@ -141,15 +141,15 @@ class RequestHandler(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         path = unquote(urlsplit(self.path).path).lstrip("/")
-        wanted = self.headers.get("Range")
-        self.served.requests.append((self.command, path, wanted))
+        expected = self.headers.get("Range")
+        self.served.requests.append((self.command, path, expected))
         if self.command == "GET" and self.served.failures and (status := self.served.failures.pop(0)):
             return self.send_error(status)
         if path not in self.served.files:
             return self.send_error(404)
         data = self.served.files[path]
         status, headers = 200, {"ETag": f'"{self.served.etag}"'}
-        if self.served.ranges and wanted and (match := re.fullmatch(r"bytes=(\d+)-(\d*)", wanted)):
+        if self.served.ranges and expected and (match := re.fullmatch(r"bytes=(\d+)-(\d*)", expected)):
             start, end = int(match[1]), int(match[2] or len(data) - 1)
             if start >= len(data):
                 return self.send_error(416)

@@ -253,7 +253,7 @@ def test_the_given_root_precedes_the_cache_which_precedes_the_system_folder(smal
         path.unlink()
     assert builtin.find_dataset(entry).folder == data_cache.SYSTEM_DIR / "mnist"
     assert builtin.find_dataset(entry, str(tmp_path)).folder == data_cache.SYSTEM_DIR / "mnist"
-    with pytest.raises(NotFoundError, match=r"root=.*nowhere is not a folder; wanted one that contains mnist"):
+    with pytest.raises(NotFoundError, match=r"root=.*nowhere is not a folder; expected one that contains mnist"):
         builtin.find_dataset(entry, str(tmp_path / "nowhere"))
 
 

@@ -41,7 +41,7 @@ def test_a_file_is_downloaded_once(full, tmp_path):
 def test_an_interrupted_download_is_resumed(full, tmp_path):
     full.break_after = [300_000, 200_000]
     assert get(full, tmp_path).read_bytes() == DATA
-    assert [wanted for _, _, wanted in full.requests] == [None, "bytes=300000-", "bytes=500000-"]
+    assert [expected for _, _, expected in full.requests] == [None, "bytes=300000-", "bytes=500000-"]
 
 
 def test_a_server_without_ranges_starts_from_the_beginning(full, tmp_path):
@@ -68,7 +68,7 @@ def test_a_partial_download_does_not_have_the_final_name(full, tmp_path):
 
 def test_a_wrong_checksum_leaves_nothing_behind(full, tmp_path):
     full.files["data.bin"] = DATA[:-1] + b"?"
-    with pytest.raises(download.DownloadError, match=rf"its MD5 is \w+, wanted {FILE.md5}"):
+    with pytest.raises(download.DownloadError, match=rf"its MD5 is \w+, expected {FILE.md5}"):
         get(full, tmp_path)
     assert not [p for p in (tmp_path / "here").iterdir() if "lock" not in p.name]
     full.files["data.bin"] = DATA

@@ -132,14 +132,14 @@ def test_a_class_of_the_validation_split_must_be_a_training_class(make_folder):
     [
         (
             ["a.jpg", "b.jpg"],
-            r"contains 2 images \(a.jpg, b.jpg\) and no class folders; wanted one folder per class",
+            r"contains 2 images \(a.jpg, b.jpg\) and no class folders; expected one folder per class",
         ),
         (["a.jpg", "labels.csv"], r"did you mean table:.*labels\.csv\?"),
         (["cat/readme.md"], r"the folders in .* \(1 folder \(cat\)\) contain no images"),
-        ([], r"contains no folders with images; wanted one folder per class"),
+        ([], r"contains no folders with images; expected one folder per class"),
     ],
 )
-def test_a_folder_without_classes_is_an_error_that_says_what_is_wanted(tmp_path, files, message):
+def test_a_folder_without_classes_is_an_error_that_says_what_is_expected(tmp_path, files, message):
     for name in files:
         path = tmp_path / "photos" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -156,19 +156,19 @@ def test_stratified_takes_the_exact_share_of_each_class():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "wanted"),
+    ("pattern", "expected"),
     [
         (r"patient\d+", ["\0patient1", "\0patient1", "\0patient2", "x.png"]),
         (r"patient(\d+)", ["\0001", "\0001", "\0002", "x.png"]),
     ],
 )
-def test_a_pattern_names_groups_by_its_match_or_its_first_group(pattern, wanted):
-    assert group_names(["patient1/a.png", "b/patient1.png", "patient2.png", "x.png"], pattern) == wanted
+def test_a_pattern_names_groups_by_its_match_or_its_first_group(pattern, expected):
+    assert group_names(["patient1/a.png", "b/patient1.png", "patient2.png", "x.png"], pattern) == expected
 
 
 def test_a_pattern_that_matches_nothing_or_is_invalid_is_refused():
     with pytest.raises(
-        ConfigError, match=r"matches no image's path; wanted a regular expression for paths such as 'cat1'"
+        ConfigError, match=r"matches no image's path; expected a regular expression for paths such as 'cat1'"
     ):
         group_names(["cat1"], r"dog\d")
     with pytest.raises(ConfigError, match=r"groups='\(' is not a valid regular expression"):

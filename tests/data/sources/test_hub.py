@@ -241,7 +241,7 @@ def test_the_card_assigns_files_to_configurations(hub, parquet):
 
 
 @pytest.mark.parametrize(
-    ("names", "wanted"),
+    ("names", "expected"),
     [
         (["train.parquet", "test.parquet"], {"train": ["train.parquet"], "test": ["test.parquet"]}),
         (["data/train-0.parquet", "val.parquet"], {"train": ["data/train-0.parquet"], "validation": ["val.parquet"]}),
@@ -251,12 +251,12 @@ def test_the_card_assigns_files_to_configurations(hub, parquet):
         (["README.md"], {}),
     ],
 )  # fmt: skip
-def test_files_are_assigned_to_splits_by_their_names(names, wanted):
-    assert select_files(names, {}, Repository("a/b", None, None)) == wanted
+def test_files_are_assigned_to_splits_by_their_names(names, expected):
+    assert select_files(names, {}, Repository("a/b", None, None)) == expected
 
 
 @pytest.mark.parametrize(
-    ("spec", "wanted"),
+    ("spec", "expected"),
     [
         ("a/b", ("a/b", None, None)),
         ("a/b@v1", ("a/b", "v1", None)),
@@ -264,12 +264,12 @@ def test_files_are_assigned_to_splits_by_their_names(names, wanted):
         ("a/b@refs/pr/1:c", ("a/b", "refs/pr/1", "c")),
     ],
 )
-def test_repository_names_are_parsed(spec, wanted):
-    assert parse_repository(spec) == Repository(*wanted)
+def test_repository_names_are_parsed(spec, expected):
+    assert parse_repository(spec) == Repository(*expected)
 
 
 def test_invalid_repository_names_are_refused():
-    with pytest.raises(NotFoundError, match="hf:mnist is not a dataset name; wanted hf:user/name"):
+    with pytest.raises(NotFoundError, match="hf:mnist is not a dataset name; expected hf:user/name"):
         parse_repository("mnist")
 
 

@@ -79,10 +79,10 @@ LABELS = {
 
 @pytest.mark.parametrize("case", LABELS)
 def test_labels_are_found_where_people_put_them(tmp_path, make_tar, case):
-    members, settings, wanted = LABELS[case]
+    members, settings, expected = LABELS[case]
     (tmp_path / "x.tar").write_bytes(make_tar(members))
     source = opened(tmp_path / "x.tar", **settings).train
-    assert source.labels == (wanted,)
+    assert source.labels == (expected,)
     assert source[0].image == b"x"
 
 
@@ -184,7 +184,7 @@ def test_a_shard_that_shrank_after_it_was_opened_is_an_unreadable_image(shards):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "wanted"),
+    ("pattern", "expected"),
     [
         ("a.tar", ["a.tar"]),
         ("a-{08..11}.tar", ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]),
@@ -192,8 +192,8 @@ def test_a_shard_that_shrank_after_it_was_opened_is_an_unreadable_image(shards):
         ("{2..0}", ["2", "1", "0"]),
     ],
 )
-def test_patterns_are_expanded_as_in_a_shell(pattern, wanted):
-    assert list(expand_braces(pattern)) == wanted
+def test_patterns_are_expanded_as_in_a_shell(pattern, expected):
+    assert list(expand_braces(pattern)) == expected
 
 
 def test_invalid_patterns_and_missing_shards_are_errors(tmp_path, shards):

@@ -16,7 +16,7 @@ from vitrail.errors import ConfigError, DataError, NotFoundError
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("digits", SourceSpec("builtin", "digits")),
         ("CIFAR-10", SourceSpec("builtin", "cifar10")),
@@ -38,8 +38,8 @@ from vitrail.errors import ConfigError, DataError, NotFoundError
         ("folder:C:\\photos", SourceSpec("folder", "C:\\photos")),
     ],
 )
-def test_names_are_parsed(text, wanted):
-    assert parse_source(text) == wanted
+def test_names_are_parsed(text, expected):
+    assert parse_source(text) == expected
 
 
 def test_a_tilde_is_the_home_folder(monkeypatch, tmp_path):
@@ -84,7 +84,7 @@ def test_unknown_sources_are_errors_that_suggest_a_name(text, message):
 
 def test_a_file_of_another_kind_is_not_a_data_source(tmp_path):
     (tmp_path / "x.zip").write_bytes(b"")
-    with pytest.raises(NotFoundError, match=r"x\.zip is not a data source; wanted a folder of class folders, \.csv"):
+    with pytest.raises(NotFoundError, match=r"x\.zip is not a data source; expected a folder of class folders, \.csv"):
         parse_source(str(tmp_path / "x.zip"))
 
 
@@ -188,5 +188,5 @@ def test_several_tables_of_text_are_refused(tmp_path):
         open_data(DataConfig(source=f"table:{tmp_path}{os.sep}*.csv"))
     with pytest.raises(NotFoundError, match="contains no tables"):
         open_data(DataConfig(source=f"table:{tmp_path}"))
-    with pytest.raises(DataError, match="is not a table; wanted a name that ends in"):
+    with pytest.raises(DataError, match="is not a table; expected a name that ends in"):
         open_data(DataConfig(source="table:x.txt"))

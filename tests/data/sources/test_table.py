@@ -84,7 +84,7 @@ def test_a_split_column_defines_the_splits(images):
         ["4.png"],
     ]
     assert parts.validation.targets.tolist() == [0, 1]
-    with pytest.raises(DataError, match="row 1 of t has the split 'fold1'; wanted train, validation or test"):
+    with pytest.raises(DataError, match="row 1 of t has the split 'fold1'; expected train, validation or test"):
         opened(write(images / "t.csv", ["image", "label", "split"], [("0.png", "a", "fold1")]))
     with pytest.raises(DataError, match="t has no rows with the split 'train', only test"):
         opened(write(images / "t.csv", ["image", "label", "split"], [("0.png", "a", "test")]))
@@ -119,7 +119,11 @@ def test_images_in_the_only_matching_subfolder_are_found(images, png_bytes):
             NotFoundError,
             r"none of the first 1 images of .* exists, such as .*none\.png",
         ),
-        ("0.png,cat\n1.png,dog\n", DataError, r"begins with '0\.png,cat'; wanted a header line with the column names"),
+        (
+            "0.png,cat\n1.png,dog\n",
+            DataError,
+            r"begins with '0\.png,cat'; expected a header line with the column names",
+        ),
         (
             "image,color\n0.png,red\n",
             DataError,
@@ -127,7 +131,7 @@ def test_images_in_the_only_matching_subfolder_are_found(images, png_bytes):
         ),
         ("a,label\nx,1\n", DataError, r"has no image column among a, label; name it with data.image_column="),
         ("image,label\n0.png,a,extra\n", DataError, r"does not match its header line"),
-        ("", DataError, r"wanted a header line with the column names"),
+        ("", DataError, r"expected a header line with the column names"),
     ],
 )
 def test_unusable_tables_are_errors_that_say_why(images, text, error, message):
@@ -150,7 +154,7 @@ def test_a_missing_table_and_a_binary_file_are_one_sentence(images):
     with pytest.raises(NotFoundError, match="no table"):
         opened(images / "none.csv")
     (images / "t.csv").write_bytes(b"image,label\n\xff\xfe")
-    with pytest.raises(DataError, match=r"wanted UTF-8|is not the table"):
+    with pytest.raises(DataError, match=r"expected UTF-8|is not the table"):
         opened(images / "t.csv")
     (images / "t.parquet").write_bytes(b"no parquet")
     with pytest.raises(DataError, match=r"t\.parquet cannot be read as Parquet"):

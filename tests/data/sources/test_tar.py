@@ -29,8 +29,8 @@ def test_members_are_those_of_tarfile(make_tar, members, kind):
     data = make_tar(members, format=kind)
     found = list(tar.iter_members(over(data), "x.tar", len(data)))
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        wanted = [(m.name, m.offset_data, m.size) for m in archive]
-    assert [(m.name.rstrip("/"), m.offset, m.size) for m in found] == wanted
+        expected = [(m.name, m.offset_data, m.size) for m in archive]
+    assert [(m.name.rstrip("/"), m.offset, m.size) for m in found] == expected
     assert [data[m.offset : m.offset + m.size] for m in found] == [content for _, content in members]
 
 
@@ -70,7 +70,7 @@ def test_a_file_truncated_anywhere_inside_its_members_is_named(make_tar, data):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "is empty, wanted a tar file"),
+        (b"", "is empty, expected a tar file"),
         (b"\x1f\x8b" + bytes(2000), "is compressed with gzip; decompress it first"),
         (b"<!doctype html>" + b" " * 1000, "is not a tar file"),
         (b"short", "is truncated at byte 5, inside a header"),
@@ -110,7 +110,7 @@ def test_samples_are_consecutive_members_with_one_key():
 
 
 @pytest.mark.parametrize(
-    ("kinds", "given", "wanted"),
+    ("kinds", "given", "expected"),
     [
         (["cls", "jpg"], None, "jpg"),
         (["seg.png", "jpg"], None, "jpg"),
@@ -120,5 +120,5 @@ def test_samples_are_consecutive_members_with_one_key():
         (["jpg"], "png", None),
     ],
 )
-def test_the_image_extension_with_the_fewest_dots_wins(kinds, given, wanted):
-    assert tar.find_image(kinds, frozenset({".jpg", ".png"}), given) == wanted
+def test_the_image_extension_with_the_fewest_dots_wins(kinds, given, expected):
+    assert tar.find_image(kinds, frozenset({".jpg", ".png"}), given) == expected

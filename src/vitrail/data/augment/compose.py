@@ -178,7 +178,7 @@ class Augment:
         size = tuple(batch.images.shape[2:])
         if not self.resizes and size != self.image_size:
             raise DataError(
-                f"got images of {size[0]} x {size[1]}, wanted {self.image_size[0]} x {self.image_size[1]}; "
+                f"got images of {size[0]} x {size[1]}, expected {self.image_size[0]} x {self.image_size[1]}; "
                 "only crop='resized' changes their size."
             )
         if self.mixer is None or len(slots) == self.batch_size:
@@ -187,7 +187,7 @@ class Augment:
         first, last = int(slots.min()), int(slots.max()) + 1
         if first % group or len(slots) != last - first or len(slots) % group:
             raise DataError(
-                f"got {len(slots)} of {self.batch_size} images of a batch, wanted whole groups of {group} to mix; "
+                f"got {len(slots)} of {self.batch_size} images of a batch, expected whole groups of {group} to mix; "
                 f"try augment.mix_group={math.gcd(group, len(slots), first)}."
             )
 
@@ -195,7 +195,7 @@ class Augment:
 def _check_config(config: AugmentConfig, image_size: tuple[int, int], channels: int) -> None:
     if config.crop == "pad" and config.pad >= min(image_size):
         raise ConfigError(
-            f"got augment.pad={config.pad}, wanted less than the side of {image_size[0]} x {image_size[1]} images."
+            f"got augment.pad={config.pad}, expected less than the side of {image_size[0]} x {image_size[1]} images."
         )
     if channels not in (1, 3) and (any(config.color_jitter) or config.policy != "none"):
         raise ConfigError(f"color_jitter and policy need 1 or 3 channels, not {channels} channels; turn them off.")

@@ -71,7 +71,7 @@ def _candidates(dataset: DatasetInfo, root: str | None) -> Iterator[DatasetLocat
     if root is not None:
         given = Path(root).expanduser()
         if not given.is_dir():
-            raise NotFoundError(f"root={root} is not a folder; wanted one that contains {dataset.name}.")
+            raise NotFoundError(f"root={root} is not a folder; expected one that contains {dataset.name}.")
         yield from _candidates_in(given, dataset)
         if layout := detect_layout(given, dataset):
             yield DatasetLocation(given, layout, unambiguous=layout != "IDX")
@@ -119,7 +119,7 @@ def _read_verified(
         hint = "it has been removed; try again" if downloaded else "remove it, or give another folder with root="
         raise DataError(
             f"{folder} does not contain {dataset.name} as published: the SHA-256 of its content is {digest[:12]}..., "
-            f"wanted {dataset.digest[:12]}...; {hint}."
+            f"expected {dataset.digest[:12]}...; {hint}."
         )
     verified = bool(dataset.digest) or all(matches_md5(folder / file.name, file) for file in dataset.files)
     if layout in SLOW_LAYOUTS:

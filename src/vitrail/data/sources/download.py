@@ -54,7 +54,7 @@ def _download_from_any(file: PublishedFile, base_urls: Sequence[str], target: Pa
             try:
                 _transfer(f"{base_url}{file.name}", part, file.size)
                 if verify and (md5 := _md5(part)) != file.md5:
-                    raise _WrongContent(f"its MD5 is {md5}, wanted {file.md5}")
+                    raise _WrongContent(f"its MD5 is {md5}, expected {file.md5}")
                 os.replace(part, target)
                 return
             except _WrongContent as error:

@@ -86,7 +86,7 @@ class FolderScan:
 def open_folder(path: Path, config: DataConfig, *, require_labels: bool = True) -> SourceSplits:
     """Open the splits of a folder of class folders; if not require_labels, also a folder without any."""
     if not path.is_dir():
-        raise NotFoundError(f"{path} is a file, wanted a folder." if path.exists() else f"no folder {path}.")
+        raise NotFoundError(f"{path} is a file, expected a folder." if path.exists() else f"no folder {path}.")
     path = Path(os.path.abspath(path))  # the working directory may change; symbolic links are not resolved
     layout = detect_splits(path, require_labels)
     scans = {split: scan(path, folder) for split, folder in layout.items()} or {"train": scan(path, "")}
@@ -216,15 +216,15 @@ def _resolve_labels(
 
 def _no_classes_message(path: Path, found: FolderScan) -> str:
     """Why a folder has no classes, and what to try."""
-    wanted = "wanted one folder per class, with its images in it"
+    expected = "expected one folder per class, with its images in it"
     if found.unclassified:
         tables = sorted(n for n in found.non_images if re.search(r"\.(csv|tsv|parquet)$", n.lower()))
         hint = f"; did you mean table:{path / tables[0]}?" if tables else f", such as {path / 'cat'}/1.jpg."
-        return f"{path} contains {_format_examples(found.unclassified, 'image')} and no class folders; {wanted}{hint}"
+        return f"{path} contains {_format_examples(found.unclassified, 'image')} and no class folders; {expected}{hint}"
     if found.classes:
         folders = _format_examples(list(found.classes), "folder")
-        return f"the folders in {path} ({folders}) contain no images; {wanted}."
-    return f"{path} contains no folders with images; {wanted}."
+        return f"the folders in {path} ({folders}) contain no images; {expected}."
+    return f"{path} contains no folders with images; {expected}."
 
 
 def _notes(found: FolderScan, folder: str) -> list[str]:

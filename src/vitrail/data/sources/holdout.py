@@ -54,7 +54,7 @@ def group_names(paths: Iterable[str], pattern: str) -> list[str]:
         names.append(path if match is None else "\0" + ((match[1] if compiled.groups else match[0]) or ""))
     if not matched and names:
         raise ConfigError(
-            f"groups={pattern!r} matches no image's path; wanted a regular expression for paths such as {names[0]!r}."
+            f"groups={pattern!r} matches no image's path; expected a regular expression for paths such as {names[0]!r}."
         )
     return names
 

@@ -59,7 +59,7 @@ def parse_repository(spec: str) -> Repository:
     match = REPOSITORY_PATTERN.fullmatch(HUB_URL.sub("", spec.strip()).rstrip("/"))
     if match is None:
         raise NotFoundError(
-            f"hf:{spec} is not a dataset name; wanted hf:user/name, optionally with @revision or :config."
+            f"hf:{spec} is not a dataset name; expected hf:user/name, optionally with @revision or :config."
         )
     return Repository(*match.groups())
 
@@ -86,17 +86,17 @@ def select_files(names: Sequence[str], card: dict[str, Any], repository: Reposit
     configs = _configs_from_card(names, card) or _configs_from_paths(names)
     if not configs:
         return {}
-    wanted = repository.config or next((c for c in ("default", "") if c in configs), None)
-    if wanted is None and len(configs) > 1:
+    expected = repository.config or next((c for c in ("default", "") if c in configs), None)
+    if expected is None and len(configs) > 1:
         listed = ", ".join(sorted(configs)[:8])
         raise DataError(
             f"{repository} has several configurations ({listed}); choose one: hf:{repository}:{min(configs)}."
         )
-    wanted = wanted if wanted is not None else next(iter(configs))
-    if wanted not in configs:
-        raise NotFoundError(f"{repository} has no configuration {wanted!r}{did_you_mean(wanted, configs)}")
+    expected = expected if expected is not None else next(iter(configs))
+    if expected not in configs:
+        raise NotFoundError(f"{repository} has no configuration {expected!r}{did_you_mean(expected, configs)}")
     splits: dict[str, list[str]] = {}
-    for split, files in configs[wanted].items():
+    for split, files in configs[expected].items():
         splits.setdefault(split_from_name(split) or split, []).extend(files)
     train = splits.get("train") or next(iter(splits.values()))
     selected = {"train": train}
@@ -150,10 +150,10 @@ def _fetch(repository: Repository) -> tuple[Path, dict[str, list[str]]]:
             names = _cached_files(repository.name, revision)
         files = select_files(names, _read_card(repository.name, revision, names, online), repository)
         if files:
-            wanted = [n for split_files in files.values() for n in split_files]
+            expected = [n for split_files in files.values() for n in split_files]
             if not online:
-                _check_complete(wanted, repository)
-            return _download(repository.name, revision, wanted, local=not online), files
+                _check_complete(expected, repository)
+            return _download(repository.name, revision, expected, local=not online), files
     if unreachable is not None:
         raise unreachable
     raise NotFoundError(

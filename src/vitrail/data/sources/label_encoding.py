@@ -78,7 +78,7 @@ def parse_class_names(value: Any, where: str) -> tuple[str, ...]:
             value = None
     if not isinstance(value, list) or not value or not all(isinstance(n, str) for n in value):
         raise DataError(
-            f'{where} does not contain class names; wanted a list, {{"0": "cat", ...}} or {{"cat": 0, ...}}.'
+            f'{where} does not contain class names; expected a list, {{"0": "cat", ...}} or {{"cat": 0, ...}}.'
         )
     return tuple(value)
 
@@ -107,7 +107,7 @@ def _normalize_column(column: Any) -> Any:
         column = pc.if_else(pc.is_nan(column), None, column)
         if pc.all(pc.equal(pc.floor(column), column)).as_py() is False:
             example = next(v for v in column.to_pylist() if v is not None and v != int(v))
-            raise DataError(f"the labels are fractions, such as {example}; wanted integers or strings.")
+            raise DataError(f"the labels are fractions, such as {example}; expected integers or strings.")
         column = column.cast(pa.int64())
     if pa.types.is_integer(column.type):
         return column.cast(pa.int64())
@@ -125,7 +125,7 @@ def _encode(column: Any, names: Sequence[str] | None, where: str) -> tuple[Codes
         names = names or ("false", "true")
         column = column.cast(pa.int64())
     if pa.types.is_nested(column.type):
-        raise DataError(f"{where} has the type {column.type}; wanted integers, strings, or lists of them.")
+        raise DataError(f"{where} has the type {column.type}; expected integers, strings, or lists of them.")
     encoded = pc.dictionary_encode(column)
     values = encoded.dictionary.to_pylist()
     if pa.types.is_integer(column.type):
@@ -133,7 +133,7 @@ def _encode(column: Any, names: Sequence[str] | None, where: str) -> tuple[Codes
     elif pa.types.is_null(column.type):
         codes, labels = [], tuple(names or ())
     elif values and not isinstance(values[0], str):
-        raise DataError(f"{where} has the type {column.type}; wanted integers, strings, or lists of them.")
+        raise DataError(f"{where} has the type {column.type}; expected integers, strings, or lists of them.")
     else:
         labels = tuple(names) if names is not None else tuple(sorted(values))
         class_index = {name: i for i, name in enumerate(labels)}

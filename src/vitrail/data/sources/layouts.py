@@ -55,7 +55,7 @@ def read_layout(folder: Path, dataset: DatasetInfo, layout: str) -> dict[str, La
         if pixels.shape != (count, *dataset.shape) or len(targets) != count:
             raise DataError(
                 f"{folder} has {len(targets):,} labels and images of shape {pixels.shape} for the {split} split of "
-                f"{dataset.name}; wanted {(count, *dataset.shape)}."
+                f"{dataset.name}; expected {(count, *dataset.shape)}."
             )
         if not 0 <= targets.min() <= targets.max() < len(dataset.labels):
             raise DataError(
@@ -158,19 +158,19 @@ def _read_pickles(paths: list[Path], dataset: DatasetInfo, split: str) -> Labele
 
 def _read_archive(paths: list[Path], dataset: DatasetInfo, split: str) -> LabeledPixels:
     """CIFAR's .tar.gz, read without extracting it."""
-    wanted = _cifar_names(dataset, split)
+    expected = _cifar_names(dataset, split)
     found = {}
     try:
         with tarfile.open(paths[0], "r:gz") as archive:
             for member in archive:
                 name = member.name.rpartition("/")[2]
-                if name in wanted and member.isfile() and (file := archive.extractfile(member)):
+                if name in expected and member.isfile() and (file := archive.extractfile(member)):
                     found[name] = _unpickle(file.read(), f"{name} in {paths[0]}")
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise DataError(f"{paths[0]} is damaged: {error}; copy or download it again.") from error
-    if missing := [name for name in wanted if name not in found]:
+    if missing := [name for name in expected if name not in found]:
         raise DataError(f"{paths[0]} lacks {', '.join(missing)}; copy or download it again.")
-    return _join_batches([found[name] for name in wanted], dataset)
+    return _join_batches([found[name] for name in expected], dataset)
 
 
 def _read_binary(paths: list[Path], dataset: DatasetInfo, split: str) -> LabeledPixels:
@@ -179,7 +179,7 @@ def _read_binary(paths: list[Path], dataset: DatasetInfo, split: str) -> Labeled
     data = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
     width = label_bytes + 3 * IMAGE_SIDE * IMAGE_SIDE
     if len(data) % width:
-        raise DataError(f"{paths[-1]} is truncated: wanted whole records of {width:,} bytes.")
+        raise DataError(f"{paths[-1]} is truncated: expected whole records of {width:,} bytes.")
     rows = data.reshape(-1, width)
     return _to_hwc(rows[:, label_bytes:]), rows[:, label_bytes - 1].astype(np.int64)
 
@@ -208,7 +208,7 @@ def _read_parquet(paths: list[Path], dataset: DatasetInfo, split: str) -> Labele
 
 def _check_shape(pixels: npt.NDArray[np.uint8], dataset: DatasetInfo, key: str) -> npt.NDArray[np.uint8]:
     if pixels.shape != dataset.shape:
-        raise DataError(f"{key} is an image of shape {pixels.shape}; wanted {dataset.shape} for {dataset.name}.")
+        raise DataError(f"{key} is an image of shape {pixels.shape}; expected {dataset.shape} for {dataset.name}.")
     return pixels
 
 
@@ -260,7 +260,7 @@ def _unpickle(data: bytes, path: Path | str) -> dict[bytes, Any]:
     except Exception as error:  # a damaged pickle can raise anything
         raise DataError(f"{path} is not a CIFAR pickle: {error}.") from error
     if not isinstance(found, dict):
-        raise DataError(f"{path} contains a {type(found).__name__}; wanted a dict of pixels and labels.")
+        raise DataError(f"{path} contains a {type(found).__name__}; expected a dict of pixels and labels.")
     return found
 
 

@@ -63,8 +63,8 @@ class ShardSource:
                 values.append(find_label(sample.key, sample.texts, config.label_column))
             counts.append(len(ranges) - sum(counts))
         if not ranges:
-            wanted = f"with a .{config.image_column} file" if config.image_column else "with an image"
-            raise DataError(f"{indexes[0].shard} has no sample {wanted}; wanted 0001.jpg, 0001.cls, 0002.jpg, ...")
+            expected = f"with a .{config.image_column} file" if config.image_column else "with an image"
+            raise DataError(f"{indexes[0].shard} has no sample {expected}; expected 0001.jpg, 0001.cls, 0002.jpg, ...")
         self._keys = PackedStrings(keys)
         self._ranges = np.array(ranges, np.int64)  # N 2: offset and size in bytes
         self._ends = np.cumsum(counts)
@@ -149,7 +149,7 @@ def expand_braces(pattern: str) -> Iterator[str]:
     elif "," in match[1]:
         words = match[1].split(",")
     else:
-        raise DataError(f"{match[0]!r} in {pattern!r} is not a range; wanted {{00000..00063}} or {{a,b}}.")
+        raise DataError(f"{match[0]!r} in {pattern!r} is not a range; expected {{00000..00063}} or {{a,b}}.")
     for word, rest in itertools.product(words, expand_braces(pattern[match.end() :])):
         yield f"{pattern[: match.start()]}{word}{rest}"
 

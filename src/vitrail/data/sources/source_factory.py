@@ -125,7 +125,7 @@ def _open_validation(config: DataConfig, train: Any, require_labels: bool) -> So
     if require_labels and validation.multi_label != train.multi_label:
         multi, single = (config.source, config.validation) if train.multi_label else (config.validation, config.source)
         raise DataError(
-            f"{multi} is multi-label and {single} has one label per image; wanted the same for training and validation."
+            f"{multi} is multi-label and {single} has one label per image; expected the same kind for both."
         )
     return validation
 
@@ -160,10 +160,10 @@ def _find_tables(location: str) -> dict[str, list[Path]]:
     else:
         splits = {"train": [path]}
     if not splits.get("train"):
-        raise NotFoundError(f"{location} contains no tables; wanted {', '.join(TABLE_EXTENSIONS[:3])}.")
+        raise NotFoundError(f"{location} contains no tables; expected {', '.join(TABLE_EXTENSIONS[:3])}.")
     extensions = {file.suffix.lower() for files in splits.values() for file in files}
     if not extensions <= set(TABLE_EXTENSIONS):
-        raise DataError(f"{location} is not a table; wanted a name that ends in {', '.join(TABLE_EXTENSIONS[:3])}.")
+        raise DataError(f"{location} is not a table; expected a name that ends in {', '.join(TABLE_EXTENSIONS[:3])}.")
     if len(extensions - {".parquet", ".pq"}) and sum(map(len, splits.values())) > 1:
         raise DataError(
             f"{location} matches several text tables; join them into one, with a column `split` if they are splits."

@@ -73,14 +73,14 @@ def _detect(text: str) -> SourceSpec:
     if TAR_NAME.search(path.split("?")[0]):
         return SourceSpec("shards", path)
     if remote.is_remote(text):
-        raise NotFoundError(f"{text} is not the URL of a tar file; wanted shards:, hf:user/name or a local path.")
+        raise NotFoundError(f"{text} is not the URL of a tar file; expected shards:, hf:user/name or a local path.")
     if path.lower().endswith(TABLE_EXTENSIONS):
         return SourceSpec("table", path)
     if os.path.isdir(path):
         return SourceSpec(_detect_folder_kind(Path(path)), path)
     if os.path.exists(path):
         raise NotFoundError(
-            f"{path} is not a data source; wanted a folder of class folders, {', '.join(TABLE_EXTENSIONS[:3])} or .tar."
+            f"{path} is not a data source; expected class folders, {', '.join(TABLE_EXTENSIONS[:3])} or .tar."
         )
     kind, colon, _ = text.partition(":")
     if colon and len(kind) > 1 and "/" not in kind and "\\" not in kind:

@@ -208,9 +208,9 @@ class StreamReader:
         self._order = permute_indices(np.arange(len(self._block)), len(self._block), key).tolist()
         self._read_ahead, self.drawn = [], 0
 
-    def _fill(self, wanted: int) -> None:
-        """Read ahead, within one epoch, until `wanted` samples are buffered."""
-        while len(self._read_ahead) < min(wanted, self.buffer):
+    def _fill(self, expected: int) -> None:
+        """Read ahead, within one epoch, until `expected` samples are buffered."""
+        while len(self._read_ahead) < min(expected, self.buffer):
             if self._next is None:
                 self._next = next(self._raw)
             if self._read_ahead and self._next[0].epoch != self._read_ahead[0][0].epoch:

@@ -92,7 +92,7 @@ def open_table(
     for split, paths in files.items():
         for path in paths:
             if not path.is_file():
-                raise NotFoundError(f"{path} is a folder, wanted a table." if path.is_dir() else f"no table {path}.")
+                raise NotFoundError(f"{path} is a folder, expected a table." if path.is_dir() else f"no table {path}.")
         split_name = f"{name}/{split}" if len(files) > 1 else name
         found = _open_split(paths, config, split_name, names, multi_label, require_labels)
         names, multi_label = found.source.labels, found.source.multi_label
@@ -150,8 +150,8 @@ def _open_split(
     split = find_name(schema.names, SPLIT_COLUMNS, None, "column", where)
     groups = config.groups if config.groups in schema.names else None
     as_paths = _is_text(schema.field(image).type)
-    wanted = [c for c in (label, split, groups, image if as_paths else None) if c]
-    table = read_columns(files, list(dict.fromkeys(wanted))) if table is None else table
+    expected = [c for c in (label, split, groups, image if as_paths else None) if c]
+    table = read_columns(files, list(dict.fromkeys(expected))) if table is None else table
     if label is None:
         encoded = EncodedLabels(np.full(len(table), -1, np.int64), (), False)
     else:
@@ -181,11 +181,11 @@ def _read_csv(path: Path) -> Any:
         with path.open(encoding="utf-8-sig", newline="") as file:
             first = file.readline()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as text: {error}; wanted UTF-8.") from error
+        raise DataError(f"{path} cannot be read as text: {error}; expected UTF-8.") from error
     delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
     header = next(csv.reader([first], delimiter=delimiter), [])
     if not header or any(os.path.splitext(cell)[1].lower() in IMAGE_EXTENSIONS for cell in header):
-        raise DataError(f"{path} begins with {first.strip()[:60]!r}; wanted a header line with the column names.")
+        raise DataError(f"{path} begins with {first.strip()[:60]!r}; expected a header line with the column names.")
     try:
         table = pyarrow.csv.read_csv(
             path,
@@ -246,7 +246,7 @@ def _find_root(table: Path, paths: PackedStrings) -> tuple[Path, list[str]]:
         return subfolders[0], [f"the images of {table.name} are in {subfolders[0].name}/"]
     raise NotFoundError(
         f"none of the first {len(checked)} images of {table} exists, such as {root / checked[0]}; "
-        "wanted paths relative to the table's folder."
+        "expected paths relative to the table's folder."
     )
 
 
@@ -256,7 +256,7 @@ def _split_rows(opened: TableSplit, name: str, notes: tuple[str, ...]) -> Source
     for row, word in enumerate(opened.splits or ()):
         split = SPLIT_NAMES.get((word or "").strip().lower())
         if split is None:
-            raise DataError(f"row {row + 1} of {name} has the split {word!r}; wanted train, validation or test.")
+            raise DataError(f"row {row + 1} of {name} has the split {word!r}; expected train, validation or test.")
         rows.setdefault(split, []).append(row)
     if "train" not in rows:
         raise DataError(f"{name} has no rows with the split 'train', only {_format_names(list(rows))}.")

@@ -39,7 +39,7 @@ def iter_members(read: ReadAt, where: str, total: int | None = None) -> Iterator
         header = read(at, BLOCK_BYTES)
         if not header.strip(b"\0"):  # two zero blocks end an archive; some writers omit them
             if not header and at == 0:
-                raise DataError(f"{where} is empty, wanted a tar file.")
+                raise DataError(f"{where} is empty, expected a tar file.")
             if total is not None and at > total:
                 raise DataError(f"{where} is truncated at byte {total:,}; copy or download it again.")
             return
