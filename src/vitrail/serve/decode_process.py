@@ -32,7 +32,7 @@ NICENESS = 10
 CPU_LIMIT_S = 20
 """CPU seconds for one image: fifteen times what 50 million pixels of the slowest common format take."""
 POLL_INTERVAL_S = 0.05
-"""Seconds between two checks whether the image is still is_needed."""
+"""Seconds between two checks whether the image is still needed."""
 
 BASE_MEMORY_BYTES, MEMORY_BYTES_PER_PIXEL = 2**29, 32
 """Memory limit on top of the memory at startup: a base, plus bytes per allowed pixel. This is twice what the most

@@ -298,8 +298,8 @@ def _unsupported_type(content_type: str) -> RequestError:
     return RequestError(
         415,
         "unsupported_body",
-        f"the body has the type {content_type[:80] or 'none'!r}, expected multipart/form-data, application/json, image/* or "
-        "application/octet-stream; for an image, send Content-Type: image/jpeg.",
+        f"got a body of type {content_type[:80] or 'none'!r}, expected multipart/form-data, application/json, image/* "
+        "or application/octet-stream; for an image, send Content-Type: image/jpeg.",
     )
 
 

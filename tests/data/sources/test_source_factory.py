@@ -84,7 +84,7 @@ def test_unknown_sources_are_errors_that_suggest_a_name(text, message):
 
 def test_a_file_of_another_kind_is_not_a_data_source(tmp_path):
     (tmp_path / "x.zip").write_bytes(b"")
-    with pytest.raises(NotFoundError, match=r"x\.zip is not a data source; expected a folder of class folders, \.csv"):
+    with pytest.raises(NotFoundError, match=r"x\.zip is not a data source; expected class folders, \.csv"):
         parse_source(str(tmp_path / "x.zip"))
 
 
