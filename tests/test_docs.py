@@ -93,3 +93,6 @@ def test_files_named_in_prose_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     for name in re.findall(r"`(?:python )?((?:benchmarks|tests|docs|examples)/[\w/]+\.py)", text):
         assert (ROOT / name).exists(), name
+    packages = "|".join(path.name for path in (ROOT / "src/vitrail").iterdir() if path.is_dir())
+    for name in re.findall(rf"`((?:{packages})/[\w/]+\.py)`", text):
+        assert (ROOT / "src/vitrail" / name).exists(), name
