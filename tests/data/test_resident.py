@@ -1,4 +1,4 @@
-"""Small data sets kept on the device: when they fit, unchanged, and logged."""
+"""Small datasets kept on the device: when they fit, unchanged, and logged."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     training_batches      batches of consecutive steps, from any step on, independent of the workers
     evaluation_batches    every image once, over all processes together
 
-Data sets that fit on the device are kept there and indexed (resident.py). Otherwise workers read, crop and
+Datasets that fit on the device are kept there and indexed (resident.py). Otherwise workers read, crop and
 prefetch (worker_pool.py, transforms.py); sequential streams have a loader of their own (stream_loader.py).
 Random crops have the same box everywhere, but are resized in float32 on the device and in uint8 by workers.
 

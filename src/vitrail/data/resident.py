@@ -1,4 +1,4 @@
-"""Small data sets: decoded once and kept on the device as one uint8 tensor.
+"""Small datasets: decoded once and kept on the device as one uint8 tensor.
 
     choose_transform    the transform to decode a source's images with, or None if they should not be kept
     load                decode all images with that transform
@@ -36,7 +36,7 @@ from vitrail.errors import ConfigError
 MEMORY_DIVISOR = 4
 """Unless data.resident=true, at most 1 / MEMORY_DIVISOR of the free memory is used."""
 MAX_DECODED_BYTES = 2 << 30
-"""Larger data sets are not decoded in advance, because that takes too long."""
+"""Larger datasets are not decoded in advance, because that takes too long."""
 MAX_AREA_RATIO = 4
 """Images with more than this many times the area of the output are not cropped on the device."""
 MAX_CPU_SIDE = 64

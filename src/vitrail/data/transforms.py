@@ -2,7 +2,7 @@
 
     RandomResizedCrop    a random crop, resized: training on images of different sizes
     EvalTransform        the pixels that preprocess.py gives
-    OriginalPixels       all pixels, for data sets whose images have one size
+    OriginalPixels       all pixels, for datasets whose images have one size
     SampleReader         reads samples by index and applies one of these: the function that workers run
 
 The crop box is drawn before a JPEG is decoded, so that only the needed rows are decoded, at 1/2, 1/4 or 1/8

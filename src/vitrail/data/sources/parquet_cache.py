@@ -1,6 +1,6 @@
 """A cache of the images of large Parquet files, concatenated in one flat file for random access.
 
-A Parquet file can only be read by hasher row groups. If the order of samples needs the same row
+A Parquet file can only be read by whole row groups. If the order of samples needs the same row
 groups repeatedly, the images are copied to a flat file once: then an image is one read in any
 order, and all processes share the operating system's page cache.
 """

@@ -61,7 +61,7 @@ def open_source_splits(config: DataConfig, *, require_labels: bool = True) -> So
         return shards.open_shards(spec.location, config)
     if spec.kind == "stream":
         return _open_stream(spec.location, config)
-    from vitrail.data.sources.hub import open_hub  # slow to import
+    from vitrail.data.sources.hub_dataset import open_hub  # slow to import
 
     return open_hub(spec.location, config, require_labels=require_labels)
 

@@ -20,7 +20,7 @@ from huggingface_hub.utils import _http
 
 from vitrail.config import DataConfig
 from vitrail.data.sources import open_data, open_source_splits
-from vitrail.data.sources.hub import PARQUET_BRANCH, Repository, parse_repository, select_files
+from vitrail.data.sources.hub_dataset import PARQUET_BRANCH, Repository, parse_repository, select_files
 from vitrail.errors import DataError, NotFoundError
 
 REPO = "someone/animals"
