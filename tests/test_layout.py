@@ -1,4 +1,4 @@
-"""The shape of the package: pixels flow one way, files stay small, every module says what it is."""
+"""Structure of the package: packages import in one direction, files are short, names and docstrings are useful."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "vitrail"
-LONGEST = 450
+MAX_LINES = 450
 
-# A module may import from its own station and those above it. `vitrail` is the package's own
-# __init__.py, the public face: it gathers what stands above it, and only what stands below may use it.
-STATIONS = (
+# A module may import from its own package and from those listed before it. `vitrail` is the top-level __init__.py,
+# which re-exports the public names.
+PACKAGE_ORDER = (
     "errors",
     "config",
     "recipes",
@@ -37,27 +37,42 @@ STATIONS = (
     "cli",
     "__main__",
 )
-ALONE = {"recipes": {"config"}}  # where less than everything above is allowed
+RESTRICTED = {"recipes": {"config"}}
+"""Package -> the only other packages it may import, where that is less than all before it."""
+
+SHARED_FILE_NAMES = {
+    # The base class of the package's other modules.
+    "base.py": {"config", "data/sources", "models", "objectives"},
+    # A command, and the module of another package that it is the command for.
+    "export.py": {"cli", "export"},
+    "figures.py": {"cli", "explain"},
+    "finetune.py": {"cli", "recipes"},
+    "train.py": {"cli", "config"},
+    "vtab.py": {"api", "cli"},
+    # Datasets and models of the Hugging Face Hub.
+    "hub.py": {"data/sources", "weights"},
+}
+"""File names that occur more than once, and in which packages; every other file name is unique."""
 
 
 def modules(package: Path) -> list[Path]:
     return sorted(package.rglob("*.py"))
 
 
-def station_of(dotted: str) -> str:
-    """vitrail.models.vit -> models; vitrail -> vitrail; vitrail.load, which is no module, -> vitrail."""
+def package_of(dotted: str) -> str:
+    """vitrail.models.vit -> models; vitrail -> vitrail; vitrail.load (a function) -> vitrail."""
     parts = dotted.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in STATIONS else "vitrail"
+    return parts[1] if len(parts) > 1 and parts[1] in PACKAGE_ORDER else "vitrail"
 
 
-def home_of(path: Path, package: Path) -> str:
-    """The station a file stands in, which may be one nobody has heard of."""
+def package_of_file(path: Path, package: Path) -> str:
+    """models/vit.py -> models, whether or not it is in PACKAGE_ORDER."""
     first = path.relative_to(package).parts[0].removesuffix(".py")
     return "vitrail" if first == "__init__" else first
 
 
-def imported(path: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of everything of the package's that a file imports, wherever in it."""
+def package_imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import from the package in a file, also inside functions."""
     here = [package.name, *path.relative_to(package).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -74,59 +89,71 @@ def imported(path: Path, package: Path) -> Iterator[tuple[int, str]]:
 
 
 def _imports_by_name(call: ast.Call) -> bool:
-    """`import_module("vitrail.x")`, under any spelling."""
+    """Whether the call is import_module("...") or __import__("..."), however they were imported."""
     function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     literal = bool(call.args) and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str)
     return function in ("import_module", "__import__") and literal
 
 
-def misplaced(package: Path) -> list[str]:
-    """Files in no known station, and imports against the flow."""
-    found = []
+def import_violations(package: Path) -> list[str]:
+    """Files in packages that PACKAGE_ORDER does not list, and imports against its order."""
+    violations = []
     for path in modules(package):
-        name, home = path.relative_to(package), home_of(path, package)
-        if home not in STATIONS:
-            found.append(f"{name}: no station {home!r}; add it to STATIONS where the pixels pass it")
+        name, importer = path.relative_to(package), package_of_file(path, package)
+        if importer not in PACKAGE_ORDER:
+            violations.append(f"{name}: unknown package {importer!r}; add it to PACKAGE_ORDER after what it imports")
             continue
-        above = STATIONS[: STATIONS.index(home)]
-        allowed = {home} | ALONE.get(home, set(above))
-        for line, dotted in imported(path, package):
-            if station_of(dotted) not in allowed:
-                found.append(f"{name}:{line}: {home} may not import {dotted}")
-    return found
+        earlier = PACKAGE_ORDER[: PACKAGE_ORDER.index(importer)]
+        allowed = {importer} | RESTRICTED.get(importer, set(earlier))
+        for line, dotted in package_imports(path, package):
+            if package_of(dotted) not in allowed:
+                violations.append(f"{name}:{line}: {importer} may not import {dotted}")
+    return violations
 
 
-def too_long(*folders: Path) -> list[str]:
+def long_files(*folders: Path) -> list[str]:
     counts = {path: len(path.read_text(encoding="utf-8").splitlines()) for f in folders for path in modules(f)}
-    return [f"{path}: {count} lines" for path, count in counts.items() if count > LONGEST]
+    return [f"{path}: {count} lines" for path, count in counts.items() if count > MAX_LINES]
 
 
-def undescribed(package: Path) -> list[str]:
+def modules_without_docstring(package: Path) -> list[str]:
     return [str(p) for p in modules(package) if not ast.get_docstring(ast.parse(p.read_text(encoding="utf-8")))]
 
 
-def unnamed(*folders: Path) -> list[str]:
-    """Files whose name says nothing of what they hold."""
+def utils_files(*folders: Path) -> list[str]:
+    """Files called utils.py or util.py, a name that does not say what they hold."""
     return [str(p) for f in folders for p in modules(f) if p.stem in ("utils", "util")]
 
 
-def test_imports_follow_the_stations():
-    assert misplaced(PACKAGE) == []
+def shared_file_names(package: Path) -> dict[str, set[str]]:
+    """File names that occur in more than one package -> those packages. Every package has an __init__.py."""
+    packages: dict[str, set[str]] = {}
+    for path in modules(package):
+        packages.setdefault(path.name, set()).add(path.relative_to(package).parent.as_posix())
+    return {name: where for name, where in packages.items() if len(where) > 1 and name != "__init__.py"}
 
 
-def test_files_stay_small():
-    assert too_long(PACKAGE, ROOT / "tests") == []
+def test_imports_follow_the_package_order():
+    assert import_violations(PACKAGE) == []
 
 
-def test_every_module_opens_with_a_docstring():
-    assert undescribed(PACKAGE) == []
+def test_files_are_short():
+    assert long_files(PACKAGE, ROOT / "tests") == []
+
+
+def test_every_module_has_a_docstring():
+    assert modules_without_docstring(PACKAGE) == []
 
 
 def test_no_file_is_called_utils():
-    assert unnamed(PACKAGE, ROOT / "tests") == []
+    assert utils_files(PACKAGE, ROOT / "tests") == []
 
 
-def test_the_package_is_where_these_tests_look():
+def test_file_names_are_unique_except_those_listed():
+    assert shared_file_names(PACKAGE) == SHARED_FILE_NAMES
+
+
+def test_these_tests_read_the_package():
     assert PACKAGE / "errors.py" in modules(PACKAGE)
 
 
@@ -161,11 +188,11 @@ def package(tmp_path: Path) -> Path:
         ("helpers/more.py", "import os"),
     ],
 )
-def test_an_import_against_the_flow_is_found(package: Path, file: str, line: str):
+def test_an_import_against_the_order_is_reported(package: Path, file: str, line: str):
     path = package / file
     path.parent.mkdir(parents=True)
     path.write_text(line)
-    assert len(misplaced(package)) == 1
+    assert len(import_violations(package)) == 1
 
 
 @pytest.mark.parametrize(
@@ -187,31 +214,38 @@ def test_an_import_against_the_flow_is_found(package: Path, file: str, line: str
         ("__main__.py", "from vitrail.cli import main"),
     ],
 )
-def test_an_import_with_the_flow_is_not(package: Path, file: str, line: str):
+def test_an_import_in_order_is_allowed(package: Path, file: str, line: str):
     path = package / file
     path.parent.mkdir(parents=True)
     path.write_text(line)
-    assert misplaced(package) == []
+    assert import_violations(package) == []
 
 
-def test_a_long_file_is_found(package: Path):
+def test_a_long_file_is_reported(package: Path):
     package.mkdir()
-    (package / "api.py").write_text("x = 1\n" * LONGEST)
-    assert too_long(package) == []
-    (package / "api.py").write_text("x = 1\n" * (LONGEST + 1))
-    assert len(too_long(package)) == 1
+    (package / "api.py").write_text("x = 1\n" * MAX_LINES)
+    assert long_files(package) == []
+    (package / "api.py").write_text("x = 1\n" * (MAX_LINES + 1))
+    assert len(long_files(package)) == 1
 
 
-def test_a_module_without_a_docstring_is_found(package: Path):
+def test_a_module_without_a_docstring_is_reported(package: Path):
     package.mkdir()
-    (package / "api.py").write_text('"""The public face."""')
-    assert undescribed(package) == []
+    (package / "api.py").write_text('"""The public functions."""')
+    assert modules_without_docstring(package) == []
     (package / "__init__.py").write_text("")
     (package / "runtime.py").write_text("# a comment is not a docstring\nimport os\n")
-    assert len(undescribed(package)) == 2
+    assert len(modules_without_docstring(package)) == 2
 
 
-def test_a_file_called_utils_is_found(package: Path):
+def test_a_file_called_utils_is_reported(package: Path):
     (package / "models").mkdir(parents=True)
     (package / "models" / "utils.py").write_text("")
-    assert len(unnamed(package)) == 1
+    assert len(utils_files(package)) == 1
+
+
+def test_a_file_name_that_occurs_twice_is_reported(package: Path):
+    for file in ("models/hub.py", "weights/hub.py", "weights/names.py", "models/__init__.py", "weights/__init__.py"):
+        (package / file).parent.mkdir(parents=True, exist_ok=True)
+        (package / file).write_text("")
+    assert shared_file_names(package) == {"hub.py": {"models", "weights"}}

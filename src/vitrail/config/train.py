@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from vitrail.config.architecture import BiTConfig, ViTConfig
 from vitrail.config.base import Config
 from vitrail.config.data import AugmentConfig, DataConfig
 from vitrail.config.duration import Duration, epochs, steps
 from vitrail.config.image import PreprocessConfig
-from vitrail.config.model import BiTConfig, ViTConfig
 from vitrail.errors import ConfigError
 
 
