@@ -49,8 +49,6 @@ SHARED_FILE_NAMES = {
     "finetune.py": {"cli", "recipes"},
     "train.py": {"cli", "config"},
     "vtab.py": {"api", "cli"},
-    # Datasets and models of the Hugging Face Hub.
-    "hub.py": {"data/sources", "weights"},
 }
 """File names that occur more than once, and in which packages; every other file name is unique."""
 
