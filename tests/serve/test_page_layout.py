@@ -166,7 +166,7 @@ def test_long_names_are_cut_in_the_download_and_in_the_description_of_the_api(
 def test_names_are_made_fit_for_a_sentence(opened: Opened) -> None:
     page = opened()
     script = """async (label) => {
-        const { short, tidy } = await import('/static/says.js');
+        const { short, tidy } = await import('/static/formatting.js');
         return [tidy(label), short(tidy(label), 10)];
     }"""
     assert page.evaluate(script, "tabby, tabby cat") == ["Tabby", "Tabby"]

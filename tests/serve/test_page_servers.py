@@ -267,7 +267,7 @@ def test_the_pages_arithmetic_is_numpys(opened: Opened) -> None:
     np.testing.assert_allclose(gap, [0, *[1 / 6] * 6], rtol=1e-6)
     sets = [sorted(random.choice(196, size, replace=False).tolist()) for size in (0, 1, 2, 17, 90, 196)]
     script = """async (sets) => {
-        const { readRanges, writeRanges } = await import('/static/link.js');
+        const { readRanges, writeRanges } = await import('/static/permalink.js');
         return [sets.map((set) => [...readRanges(writeRanges(set), 196)]), [...readRanges('5-2.x.3.190-900.-1', 196)]];
     }"""
     there_and_back, odd = page.evaluate(script, sets)

@@ -2,26 +2,27 @@
 
 import { attended, placesOf, reading } from "./attention.js";
 import { drawChips } from "./chips.js";
-import { Choosing, NO_IMAGE } from "./choosing.js";
+import { ImagePicker, NO_IMAGE } from "./image_picker.js";
 import { savePng } from "./download.js";
-import { listenKeys } from "./keys.js";
-import { isOwn, writeLink } from "./link.js";
+import { capital, minus, short } from "./formatting.js";
+import { listenKeys } from "./keyboard.js";
+import { isOwn, writeLink } from "./permalink.js";
 import { Pane } from "./pane.js";
-import { distancePlot, placesMap } from "./plots.js";
-import { capital, drawVerdict, minus, Says, short, spoken } from "./says.js";
+import { distancePlot, placesMap } from "./charts.js";
+import { drawVerdict, Predictions, spoken } from "./predictions.js";
 import { ask, listen, tryNow } from "./server.js";
-import { Sheet } from "./sheet.js";
-import { invitation, legend, meaning, NAMES, place, sentence, TIPS, titleOf } from "./telling.js";
+import { ImageState } from "./image_state.js";
+import { invitation, legend, meaning, NAMES, place, sentence, TIPS, titleOf } from "./captions.js";
 import { askToken } from "./token.js";
-import { banner, onBanner, say, segments } from "./words.js";
+import { banner, onBanner, say, segments } from "./ui.js";
 
 const $ = (id) => document.getElementById(id);
 const PLAY = 850;  // milliseconds for a layer
 const touch = matchMedia("(hover: none)");
 
 const view = { panes: [], sheets: [], active: 0, ask: null, hover: null, paint: "light", fill: "mean", mode: touch.matches ? "ask" : "hide" };
-let model, shows, choosing, places = null, playing = 0, linking = 0, speaking = 0, toSay = "";
-const says = new Says($("says"));
+let model, shows, imagePicker, places = null, playing = 0, linking = 0, speaking = 0, toSay = "";
+const predictions = new Predictions($("says"));
 
 const pane = () => view.panes[view.active];
 const sheetOf = (one) => view.sheets[one.sheet];
@@ -138,12 +139,12 @@ function controls() {
   const told = sentence(one, sheet, model, { values: row ? row.slice(special()) : values(one, sheet), row, from: asker(sheet), hover: view.hover });
   $("words").textContent = letter && told ? `${letter}: ${told}` : told;
   $("invite").textContent = invitation({ show: one.show, model, mode: view.mode, touch: touch.matches, compared: letter });
-  choosing.mark(one, sheet);
+  imagePicker.mark(one, sheet);
 }
 
 function beside() {
   const one = pane(), sheet = sheetOf(one), used = [...new Set(view.panes.map(sheetOf))];
-  says.show(used, model);
+  predictions.show(used, model);
   drawVerdict($("verdict"), used, model);
   $("verdict").style.setProperty("--ratio", sheet.image ? sheet.image.width / sheet.image.height : 1);  // as wide as the image below
   speak(spoken(sheet));
@@ -179,8 +180,8 @@ function set(changes) {
   render();
 }
 
-function newSheet() {
-  const sheet = new Sheet(model, render, (failing, error) => {
+function newImageState() {
+  const sheet = new ImageState(model, render, (failing, error) => {
     say("");
     if (!failing.image) failing.refused?.();
     banner(error.code === "image_unreadable" ? NO_IMAGE : capital(error.message));
@@ -232,13 +233,13 @@ function closePane(one) {
   one.view.root.remove();
   view.panes = view.panes.filter((other) => other !== one);
   view.active = 0;
-  dropSheets();
+  removeUnusedImages();
   document.body.classList.remove("two");
   render();
 }
 
 /** Sheets that no pane shows any more are put away. */
-function dropSheets() {
+function removeUnusedImages() {
   const used = view.sheets.filter((sheet, i) => view.panes.some((other) => other.sheet === i) || void sheet.stop());
   view.panes.forEach((other) => { other.sheet = used.indexOf(view.sheets[other.sheet]); });
   view.sheets = used;
@@ -318,11 +319,11 @@ async function start() {
   $("theme").setAttribute("aria-pressed", String((document.documentElement.dataset.theme ?? "") === "dark" || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches)));
   if (!model.has_attention) view.mode = "hide";
   const samples = await ask("/v1/samples").catch(() => []);
-  choosing = new Choosing({ view, model, shows, samples, newSheet, newPane, pane, dropSheets, render });
-  choosing.listen();
+  imagePicker = new ImagePicker({ view, model, shows, samples, newImageState, newPane, pane, removeUnusedImages, render });
+  imagePicker.listen();
   wire();
   document.body.classList.add("ready");
-  await choosing.restore(location.hash);
+  await imagePicker.restore(location.hash);
   const other = sessionStorage.getItem("vitrail-other");
   if (other) { sessionStorage.removeItem("vitrail-other"); banner(`The server is back, with another model: ${short(model.name, 60)}.`, 6000); }
   if (model.has_attention) ask("/v1/positions").then((answer) => { places = placesOf(answer); render(); }, () => {});

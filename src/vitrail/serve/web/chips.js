@@ -1,6 +1,6 @@
 // The tokens that are no patches, as chips below the image: asked and looked at like them.
 
-import { percent } from "./says.js";
+import { percent } from "./formatting.js";
 
 let before;  // who asked before the mouse came over a chip
 

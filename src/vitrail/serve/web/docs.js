@@ -1,6 +1,6 @@
 // The page about the API, written from /openapi.json.
 
-import { short } from "./says.js";
+import { short } from "./formatting.js";
 import { ask, listen } from "./server.js";
 import { askToken } from "./token.js";
 

@@ -2,7 +2,7 @@
 
 import { viridis } from "./colors.js";
 import { paint } from "./pane.js";
-import { change, percent, short, tidy } from "./says.js";
+import { change, percent, short, tidy } from "./formatting.js";
 
 const SIDE = 720, GAP = 36, BARS = 380, RAMP = 96, SANS = "system-ui, sans-serif", SERIF = "Georgia, serif";
 const FILLS = { mean: "mean color", blur: "blurred", zero: "gray" };

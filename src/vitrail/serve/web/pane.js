@@ -2,7 +2,7 @@
 
 import { covered, isPartial, largest, lost, scaled } from "./attention.js";
 import { LEAD, NIGHT, night, viridis } from "./colors.js";
-import { place, squareAt } from "./telling.js";
+import { place, squareAt } from "./captions.js";
 
 const LONG_PRESS = 450, FAR = 10;  // milliseconds; pixels a finger may tremble
 const still = matchMedia("(prefers-reduced-motion: reduce)");

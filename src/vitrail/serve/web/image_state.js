@@ -6,7 +6,7 @@ import { ask, form, latest } from "./server.js";
 const SHOWN = 5, KNOWN = 50;  // classes in the bars; classes whose earlier score is remembered
 const KEPT = ["source", "blob", "name", "hide", "past", "image", "before", "top", "now", "whole", "kept", "embedding", "distance", "uniform", "grid", "stale", "layers", "maps"];
 
-export class Sheet {
+export class ImageState {
   constructor(model, changed, failed) {
     Object.assign(this, { model, changed, failed, source: null, name: "", blob: null, image: null, fill: "mean" });
     this.hide = new Set();

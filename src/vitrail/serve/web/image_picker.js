@@ -1,15 +1,15 @@
 // Which image lies in which pane: samples, files, the clipboard, the camera and links put it there. The latest wish counts.
 
-import { isOwn, own, readLink } from "./link.js";
-import { fitting, keyOf, imageIn, recall, remember, takeImage } from "./images.js";
+import { isOwn, own, readLink } from "./permalink.js";
+import { fitting, keyOf, imageIn, recall, remember, takeImage } from "./image_files.js";
 import { ask } from "./server.js";
-import { banner, hideBanner, say } from "./words.js";
+import { banner, hideBanner, say } from "./ui.js";
 
 const $ = (id) => document.getElementById(id);
 export const NO_IMAGE = "That is no image that can be read here; JPEG, PNG, WebP, GIF, BMP, AVIF and TIFF will do.";
 
-/** `page`: view, model, shows, samples; newSheet(), newPane(words), pane(), dropSheets(), render(). */
-export class Choosing {
+/** `page`: view, model, shows, samples; newImageState(), newPane(words), pane(), removeUnusedImages(), render(). */
+export class ImagePicker {
   constructor(page) { Object.assign(this, { page, restoring: 0 }); }
 
   get pane() { return this.page.pane(); }
@@ -32,11 +32,11 @@ export class Choosing {
 
   /** Another image into a pane; a second pane that shared the first one's gets a sheet of its own. */
   put(one, source, blob, name) {
-    const { view, newSheet, dropSheets } = this.page, before = view.sheets[one.sheet];
+    const { view, newImageState, removeUnusedImages } = this.page, before = view.sheets[one.sheet];
     const shared = view.panes.some((other) => other !== one && other.sheet === one.sheet);
-    if (shared) one.sheet = newSheet();
+    if (shared) one.sheet = newImageState();
     const sheet = view.sheets[one.sheet], awaited = !before.blob && before.source && isOwn(before.source) && isOwn(source);  // a link came without it
-    if (shared) sheet.refused = () => { one.sheet = view.sheets.indexOf(before); dropSheets(); };
+    if (shared) sheet.refused = () => { one.sheet = view.sheets.indexOf(before); removeUnusedImages(); };
     if (!shared && before.source && view.ask !== null && view.ask === this.point(before.source)) view.ask = this.point(source);
     one.wanted = null;
     hideBanner();
@@ -70,7 +70,7 @@ export class Choosing {
 
   /** The view an address stands for; with none, the first sample and something to see in it. */
   async restore(text) {
-    const { view, model, shows, samples, newSheet, newPane, render } = this.page;
+    const { view, model, shows, samples, newImageState, newPane, render } = this.page;
     const wanted = readLink(text, model, shows), mine = ++this.restoring;
     if (text.length < 2) wanted.ask = this.point(samples[0]?.name);
     hideBanner();
@@ -78,7 +78,7 @@ export class Choosing {
     document.body.classList.remove("two");
     Object.assign(view, { panes: [], sheets: [], active: 0, hover: null, ask: wanted.ask, paint: wanted.paint, fill: wanted.fill });
     $("panes").replaceChildren();
-    for (let i = 0; i < wanted.sources.length; i++) newSheet();
+    for (let i = 0; i < wanted.sources.length; i++) newImageState();
     wanted.panes.forEach(newPane);
     const sheets = [...view.sheets], panes = [...view.panes];
     wanted.sources.forEach(({ source, hide }, i) => Object.assign(sheets[i], { source: source ?? samples[0]?.name ?? null, hide }));

@@ -1,33 +1,10 @@
 // What the model says: the likeliest classes as bars that move while patches are hidden.
 
 import { cosine } from "./attention.js";
+import { change, percent, short, tidy } from "./formatting.js";
 
 const ROW = 44;  // pixels between two bars
 const MANY = 5, FEW = 3;  // bars for one image, and for each of two
-export const percent = (share) => (share < 0.0005 ? "<\u00a00.1\u00a0%" : `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)}\u00a0%`);
-/** Numbers with a true minus. */
-export const minus = (text) => String(text).replace("-", "−");
-/** A difference of two shares, in points of a hundred. */
-export const points = (value) => minus((100 * value).toFixed(1).replace(/^-0\.0$/, "0.0"));
-/** By how many whole points it rose or fell; nothing where it did not. */
-export function change(now, before) {
-  const far = Math.round(100 * (now - before));
-  return far ? `${far > 0 ? "+" : "−"}${Math.abs(far)}` : "";
-}
-/** Control characters, and those that change the direction of the text after them. */
-const CONTROLS = /[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]+/g;
-const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufeff]|[\ud802\ud803\ud83a\ud83b]/;
-/** A class's name for people: the first of its synonyms, on one line. */
-export function tidy(label) {
-  const line = label.replace(CONTROLS, " ").replaceAll("_", " ").trim();
-  return capital(line.split(",")[0].trim() || line) || "(no name)";
-}
-/** As much of a name as a sentence has room for; a right-to-left name does not reorder the words around it. */
-export function short(text, most = 40) {
-  const letters = [...text.slice(0, 2 * most + 2).replace(CONTROLS, " ")], cut = letters.length > most ? `${letters.slice(0, most - 1).join("").trimEnd()}…` : letters.join("");
-  return RIGHT_TO_LEFT.test(cut) ? `\u2068${cut}\u2069` : cut;
-}
-export const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
 function element(name, className, text = "") {
   const made = document.createElement(name);
@@ -59,7 +36,7 @@ export function drawVerdict(root, sheets, model) {
 }
 
 /** Keeps one block for each image on the table. */
-export class Says {
+export class Predictions {
   constructor(root) { this.root = root; this.blocks = []; }
 
   show(sheets, model) {

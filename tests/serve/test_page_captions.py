@@ -83,7 +83,7 @@ def test_the_scale_says_how_bright_is_how_much(opened: Opened, cifar10: vitrail.
 def test_maps_of_nothing_and_below_nothing_are_told_in_numbers(opened: Opened) -> None:
     page = answered(opened())
     script = """async ([show, values, alone = false]) => {
-        const { sentence } = await import('/static/telling.js');
+        const { sentence } = await import('/static/captions.js');
         const sheet = { image: true, grid: { rows: 1, columns: 2 } }, model = { prefix_tokens: [], methods: [show] };
         return sentence({ show }, sheet, model, { values, row: null, from: null, hover: alone ? null : 1 });
     }"""
@@ -99,7 +99,7 @@ def test_maps_of_nothing_and_below_nothing_are_told_in_numbers(opened: Opened) -
 def test_a_bright_corner_is_not_taken_for_more_than_it_is(opened: Opened) -> None:
     page = answered(opened())
     script = """async ([show, best, from, hover]) => {
-        const { sentence } = await import('/static/telling.js'), row = new Float32Array(9).fill(0.05);
+        const { sentence } = await import('/static/captions.js'), row = new Float32Array(9).fill(0.05);
         row[best] = 0.6;
         const sheet = { image: true, grid: { rows: 3, columns: 3 } };
         const model = { prefix_tokens: [], methods: ['rollout'], has_attention: true, pool: 'gap' };
@@ -186,7 +186,7 @@ def test_squares_are_those_that_the_model_is_shown(opened: Opened, grid: tuple[i
 def test_what_the_class_wins_by_is_dark(opened: Opened) -> None:
     page = opened()
     script = """async (values) => {
-        const { lost, scaled } = await import('/static/attention.js'), { legend } = await import('/static/telling.js');
+        const { lost, scaled } = await import('/static/attention.js'), { legend } = await import('/static/captions.js');
         const found = Float32Array.from(values);
         return [[...scaled(lost(found))], legend('occlusion', found)];
     }"""

@@ -1,7 +1,7 @@
 // What a pane shows, in words: its name, what it means, who looks where, how bright is how much.
 
 import { covered, isPartial, largest, lost, scale, sideOf } from "./attention.js";
-import { capital, percent, points, short, tidy } from "./says.js";
+import { capital, percent, points, short, tidy } from "./formatting.js";
 
 export const NAMES = { attention: "Attention", rollout: "Rollout", gradient: "Gradient", occlusion: "Occlusion", pool: "Pool", plain: "Image" };
 
