@@ -65,7 +65,7 @@ class BadImages:
 
 def _without_folders(reason: str, key: str) -> str:
     """The reason without folders of this machine, because reports with it are sent to others."""
-    before, found, after = reason.partition(key)
-    if found and (before[:1] in ("/", "\\") or before[1:2] == ":"):
+    before, match, after = reason.partition(key)
+    if match and (before[:1] in ("/", "\\") or before[1:2] == ":"):
         reason = key + after
     return PARENT_FOLDERS.sub("", reason)

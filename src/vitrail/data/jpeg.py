@@ -132,8 +132,8 @@ def _parse_frame(data: bytes, offset: int) -> tuple[int, int, bool] | None:
         return None
     if components == 1:
         return height, width, True
-    usual = components == 3 and len(frame) == 15 and frame[7] in SUBSAMPLINGS and frame[10] == frame[13] == 0x11
-    return (height, width, False) if usual else None
+    supported = components == 3 and len(frame) == 15 and frame[7] in SUBSAMPLINGS and frame[10] == frame[13] == 0x11
+    return (height, width, False) if supported else None
 
 
 def decode_pixels(header: JpegHeader, scale: int = 1, rows: int | None = None) -> Pixels | None:

@@ -122,8 +122,8 @@ def resize(part: Pixels, out: Pixels, interpolation: Literal["bilinear", "bicubi
         out[:] = part
         return
     part = np.ascontiguousarray(part) if part.flags.writeable else part.copy()  # torch warns about read-only arrays
-    given, expected = (torch.from_numpy(x).permute(2, 0, 1)[None] for x in (part, out))
-    RESIZE_OPS[interpolation](given, out.shape[:2], False, None, None, out=expected)
+    source, target = (torch.from_numpy(x).permute(2, 0, 1)[None] for x in (part, out))
+    RESIZE_OPS[interpolation](source, out.shape[:2], False, None, None, out=target)
 
 
 class EvalTransform:

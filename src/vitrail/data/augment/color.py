@@ -29,8 +29,8 @@ def luma(images: Tensor) -> Tensor:
 
 def mean_luma(images: Tensor) -> Tensor:
     """Mean brightness of each image: b 1 1 1."""
-    whole = (luma(images) * FIXED_POINT).round().to(torch.int64).sum((1, 2, 3))
-    return per_image(whole.to(torch.float32) / (FIXED_POINT * images.shape[2] * images.shape[3]))
+    total = (luma(images) * FIXED_POINT).round().to(torch.int64).sum((1, 2, 3))
+    return per_image(total.to(torch.float32) / (FIXED_POINT * images.shape[2] * images.shape[3]))
 
 
 def blend(images: Tensor, other: Tensor, factor: Tensor) -> Tensor:

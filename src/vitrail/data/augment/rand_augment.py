@@ -94,29 +94,29 @@ class RandAugment:
 
     def _layer(self, operation: npt.NDArray[np.int64], strength: Amount, sign: Amount) -> HostParams:
         """For each color operation its images, one amount per image, and one matrix for the geometric operations."""
-        chosen = {name: operation == number for number, name in enumerate(OPERATIONS)}
+        is_operation = {name: operation == number for number, name in enumerate(OPERATIONS)}
         amount = np.zeros_like(strength)
         for name, make in AMOUNTS.items():
-            amount = np.where(chosen[name], make(strength, sign), amount)
-        params: HostParams = {name: chosen[name] for name in COLOR_OPERATIONS}
-        params["solarize"] = chosen["solarize"] | chosen["invert"]
+            amount = np.where(is_operation[name], make(strength, sign), amount)
+        params: HostParams = {name: is_operation[name] for name in COLOR_OPERATIONS}
+        params["solarize"] = is_operation["solarize"] | is_operation["invert"]
         params["amount"] = amount.astype(np.float32)
         params["affine"] = operation >= len(AMOUNTS)
-        params["matrix"] = self._matrices(chosen, strength * sign).astype(np.float32)
+        params["matrix"] = self._matrices(is_operation, strength * sign).astype(np.float32)
         return params
 
-    def _matrices(self, chosen: dict[str, npt.NDArray[np.bool_]], by: Amount) -> npt.NDArray[np.float64]:
-        none = np.zeros_like(by)
-        made = {
+    def _matrices(self, is_operation: dict[str, npt.NDArray[np.bool_]], by: Amount) -> npt.NDArray[np.float64]:
+        zeros = np.zeros_like(by)
+        by_name = {
             "rotate": rotation(30 * by, self.size),
-            "shear x": shear(0.3 * by, none),
-            "shear y": shear(none, 0.3 * by),
-            "translate x": translation(0.45 * by * self.size[1], none),
-            "translate y": translation(none, 0.45 * by * self.size[0]),
+            "shear x": shear(0.3 * by, zeros),
+            "shear y": shear(zeros, 0.3 * by),
+            "translate x": translation(0.45 * by * self.size[1], zeros),
+            "translate y": translation(zeros, 0.45 * by * self.size[0]),
         }
         out = identity(len(by))
-        for name, matrices in made.items():
-            out = np.where(chosen[name][:, None, None], matrices, out)
+        for name, matrices in by_name.items():
+            out = np.where(is_operation[name][:, None, None], matrices, out)
         return out
 
     def apply(self, images: Tensor, params: DeviceParams) -> Tensor:

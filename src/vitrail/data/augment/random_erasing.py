@@ -27,8 +27,8 @@ class RandomErasing:
     def draw(self, seeds: rng.Seeds) -> HostParams:
         sizes = np.tile(np.array(self.size, np.int64), (len(seeds), 1))
         boxes, fits = sample_boxes(seeds, WHERE, sizes, self.scale, RATIO, margin=1)
-        chosen = rng.uniform_np(seeds, ERASE, 1)[:, 0] < self.prob
-        return {"which": chosen & fits, "boxes": boxes, "seeds": seeds.view(np.int64)}
+        selected = rng.uniform_np(seeds, ERASE, 1)[:, 0] < self.prob
+        return {"which": selected & fits, "boxes": boxes, "seeds": seeds.view(np.int64)}
 
     def apply(self, images: Tensor, params: DeviceParams) -> Tensor:
         def noisy(images: Tensor, boxes: Tensor, seeds: Tensor) -> Tensor:

@@ -69,12 +69,12 @@ def ensure_available(dataset: DatasetInfo, root: str | None = None) -> None:
 def _candidates(dataset: DatasetInfo, root: str | None) -> Iterator[DatasetLocation]:
     """Locations with files of the expected names, in the order of preference."""
     if root is not None:
-        given = Path(root).expanduser()
-        if not given.is_dir():
+        folder = Path(root).expanduser()
+        if not folder.is_dir():
             raise NotFoundError(f"root={root} is not a folder; expected one that contains {dataset.name}.")
-        yield from _candidates_in(given, dataset)
-        if layout := detect_layout(given, dataset):
-            yield DatasetLocation(given, layout, unambiguous=layout != "IDX")
+        yield from _candidates_in(folder, dataset)
+        if layout := detect_layout(folder, dataset):
+            yield DatasetLocation(folder, layout, unambiguous=layout != "IDX")
     if decoded_cache.load(dataset) is not None:
         yield DatasetLocation(decoded_cache.decoded_dir(dataset), decoded_cache.DECODED)
     yield from _candidates_in(data_cache.cache_dir(), dataset)

@@ -16,8 +16,8 @@ SYSTEM_DIR = Path("/usr/share/datasets")
 
 def cache_dir() -> Path:
     """$VITRAIL_DATA, else `vitrail/data` in the user's cache folder."""
-    if given := os.environ.get("VITRAIL_DATA"):
-        return Path(given).expanduser()
+    if configured := os.environ.get("VITRAIL_DATA"):
+        return Path(configured).expanduser()
     if sys.platform == "win32":
         home = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     elif sys.platform == "darwin":

@@ -64,17 +64,17 @@ def find_duplicates(train: Iterable[tuple[str, str]], other: Iterable[tuple[str,
 def _files(source: Source) -> Iterator[tuple[str, str]] | None:
     """(key, path) of each image; None if the images are not files."""
     indices: Iterable[int] = range(len(source))
-    whole = source
-    while isinstance(whole, Subset):
-        base = whole.indices
-        indices = [int(base[i]) for i in indices]
-        whole = whole.source
-    if isinstance(whole, FolderSource):
-        root = str(whole.root)
-        keys = list(whole.paths)
+    base = source
+    while isinstance(base, Subset):
+        base_indices = base.indices
+        indices = [int(base_indices[i]) for i in indices]
+        base = base.source
+    if isinstance(base, FolderSource):
+        root = str(base.root)
+        keys = list(base.paths)
         return ((keys[i], f"{root}{os.sep}{keys[i]}") for i in indices)
-    if isinstance(whole, PathSource):
-        return ((whole.key(i), whole.file(i)) for i in indices)
+    if isinstance(base, PathSource):
+        return ((base.key(i), base.file(i)) for i in indices)
     return None
 
 

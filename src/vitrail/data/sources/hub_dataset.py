@@ -86,17 +86,17 @@ def select_files(names: Sequence[str], card: dict[str, Any], repository: Reposit
     configs = _configs_from_card(names, card) or _configs_from_paths(names)
     if not configs:
         return {}
-    expected = repository.config or next((c for c in ("default", "") if c in configs), None)
-    if expected is None and len(configs) > 1:
+    config = repository.config or next((c for c in ("default", "") if c in configs), None)
+    if config is None and len(configs) > 1:
         listed = ", ".join(sorted(configs)[:8])
         raise DataError(
             f"{repository} has several configurations ({listed}); choose one: hf:{repository}:{min(configs)}."
         )
-    expected = expected if expected is not None else next(iter(configs))
-    if expected not in configs:
-        raise NotFoundError(f"{repository} has no configuration {expected!r}{did_you_mean(expected, configs)}")
+    config = config if config is not None else next(iter(configs))
+    if config not in configs:
+        raise NotFoundError(f"{repository} has no configuration {config!r}{did_you_mean(config, configs)}")
     splits: dict[str, list[str]] = {}
-    for split, files in configs[expected].items():
+    for split, files in configs[config].items():
         splits.setdefault(split_from_name(split) or split, []).extend(files)
     train = splits.get("train") or next(iter(splits.values()))
     selected = {"train": train}
@@ -108,7 +108,7 @@ def select_files(names: Sequence[str], card: dict[str, Any], repository: Reposit
 
 def _configs_from_card(names: Sequence[str], card: dict[str, Any]) -> dict[str, dict[str, list[str]]]:
     """Config -> split -> files, from the metadata of the dataset card."""
-    found: dict[str, dict[str, list[str]]] = {}
+    configs: dict[str, dict[str, list[str]]] = {}
     for config in card.get("configs") or []:
         files = config.get("data_files")
         files = [{"split": "train", "path": files}] if isinstance(files, str) else files or []
@@ -117,20 +117,20 @@ def _configs_from_card(names: Sequence[str], card: dict[str, Any]) -> dict[str, 
             patterns = [paths] if isinstance(paths, str) else paths
             matching = [n for n in names if any(fnmatch.fnmatch(n, p) for p in patterns)]
             if matching:
-                found.setdefault(config.get("config_name", "default"), {})[entry.get("split", "train")] = matching
-    return found
+                configs.setdefault(config.get("config_name", "default"), {})[entry.get("split", "train")] = matching
+    return configs
 
 
 def _configs_from_paths(names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
     """Config -> split -> files, from paths: SPLIT-00000-of-00001.parquet, CONFIG/SPLIT/0000.parquet, data/SPLIT-..."""
-    found: dict[str, dict[str, list[str]]] = {}
+    configs: dict[str, dict[str, list[str]]] = {}
     for name in names:
         *folders, file = name.split("/")
-        words = [f for f in folders if f != "data" and not split_from_name(f)]
+        config_folders = [f for f in folders if f != "data" and not split_from_name(f)]
         splits = (split_from_name(part) for part in (file, *reversed(folders)))
         split = next((split for split in splits if split), "train")
-        found.setdefault("/".join(words), {}).setdefault(split, []).append(name)
-    return found
+        configs.setdefault("/".join(config_folders), {}).setdefault(split, []).append(name)
+    return configs
 
 
 def _fetch(repository: Repository) -> tuple[Path, dict[str, list[str]]]:
@@ -150,10 +150,10 @@ def _fetch(repository: Repository) -> tuple[Path, dict[str, list[str]]]:
             names = _cached_files(repository.name, revision)
         files = select_files(names, _read_card(repository.name, revision, names, online), repository)
         if files:
-            expected = [n for split_files in files.values() for n in split_files]
+            to_download = [n for split_files in files.values() for n in split_files]
             if not online:
-                _check_complete(expected, repository)
-            return _download(repository.name, revision, expected, local=not online), files
+                _check_complete(to_download, repository)
+            return _download(repository.name, revision, to_download, local=not online), files
     if unreachable is not None:
         raise unreachable
     raise NotFoundError(

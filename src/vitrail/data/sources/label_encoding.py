@@ -161,11 +161,11 @@ def _encode_integers(values: list[int], names: Sequence[str] | None, where: str)
     return [max(v, -1) for v in values], labels
 
 
-def find_name(names: Sequence[str], known: Sequence[str], given: str | None, what: str, where: str) -> str | None:
-    """The given name, else the first of the usual names that is present, ignoring case and separators; else None."""
-    if given is not None:
-        if given not in names:
-            raise DataError(f"{where} has no {what} {given!r}{did_you_mean(given, names)}")
-        return given
+def find_name(names: Sequence[str], known: Sequence[str], requested: str | None, what: str, where: str) -> str | None:
+    """The requested name, else the first known name that is present, ignoring case and separators; else None."""
+    if requested is not None:
+        if requested not in names:
+            raise DataError(f"{where} has no {what} {requested!r}{did_you_mean(requested, names)}")
+        return requested
     normalized = {re.sub(r"[\s_\-]+", "_", name.lower()): name for name in reversed(names)}
     return next((normalized[name] for name in known if name in normalized), None)

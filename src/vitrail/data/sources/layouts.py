@@ -71,14 +71,14 @@ Files = dict[str, list[Path]]
 def _idx_files(folder: Path, dataset: DatasetInfo) -> Files | None:
     if not dataset.files or "idx" not in dataset.files[0].name:
         return None
-    found: Files = {}
+    files: Files = {}
     for split, words in (("train", ("train",)), ("test", ("t10k", "test"))):
         for kind in ("images-idx3", "labels-idx1"):
             path = _find_file(folder, [f"{w}-{k}-ubyte" for w in words for k in (kind, kind.replace("-idx", ".idx"))])
             if path is None:
                 return None
-            found.setdefault(split, []).append(path)
-    return found
+            files.setdefault(split, []).append(path)
+    return files
 
 
 def _pickle_files(folder: Path, dataset: DatasetInfo) -> Files | None:
@@ -159,18 +159,18 @@ def _read_pickles(paths: list[Path], dataset: DatasetInfo, split: str) -> Labele
 def _read_archive(paths: list[Path], dataset: DatasetInfo, split: str) -> LabeledPixels:
     """CIFAR's .tar.gz, read without extracting it."""
     expected = _cifar_names(dataset, split)
-    found = {}
+    batches = {}
     try:
         with tarfile.open(paths[0], "r:gz") as archive:
             for member in archive:
                 name = member.name.rpartition("/")[2]
                 if name in expected and member.isfile() and (file := archive.extractfile(member)):
-                    found[name] = _unpickle(file.read(), f"{name} in {paths[0]}")
+                    batches[name] = _unpickle(file.read(), f"{name} in {paths[0]}")
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise DataError(f"{paths[0]} is damaged: {error}; copy or download it again.") from error
-    if missing := [name for name in expected if name not in found]:
+    if missing := [name for name in expected if name not in batches]:
         raise DataError(f"{paths[0]} lacks {', '.join(missing)}; copy or download it again.")
-    return _join_batches([found[name] for name in expected], dataset)
+    return _join_batches([batches[name] for name in expected], dataset)
 
 
 def _read_binary(paths: list[Path], dataset: DatasetInfo, split: str) -> LabeledPixels:
@@ -188,8 +188,8 @@ def _read_matlab(paths: list[Path], dataset: DatasetInfo, split: str) -> Labeled
     from scipy.io import loadmat  # type: ignore[import-untyped]  # a dependency of scikit-learn
 
     try:
-        found = loadmat(paths[0], variable_names=("X", "y"))
-        pixels, targets = found["X"], found["y"].ravel().astype(np.int64)  # H W C N
+        arrays = loadmat(paths[0], variable_names=("X", "y"))
+        pixels, targets = arrays["X"], arrays["y"].ravel().astype(np.int64)  # H W C N
     except Exception as error:  # a damaged file can raise anything
         raise DataError(f"cannot read {paths[0]}: {error}; copy or download it again.") from error
     return np.ascontiguousarray(np.moveaxis(pixels, -1, 0)), targets % 10  # label 10 is the digit 0
@@ -256,12 +256,12 @@ def _to_hwc(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 def _unpickle(data: bytes, path: Path | str) -> dict[bytes, Any]:
     try:
-        found = _ArrayUnpickler(io.BytesIO(data), encoding="bytes").load()
+        content = _ArrayUnpickler(io.BytesIO(data), encoding="bytes").load()
     except Exception as error:  # a damaged pickle can raise anything
         raise DataError(f"{path} is not a CIFAR pickle: {error}.") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} contains a {type(found).__name__}; expected a dict of pixels and labels.")
-    return found
+    if not isinstance(content, dict):
+        raise DataError(f"{path} contains a {type(content).__name__}; expected a dict of pixels and labels.")
+    return content
 
 
 class _ArrayUnpickler(pickle.Unpickler):

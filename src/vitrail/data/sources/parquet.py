@@ -118,21 +118,21 @@ class ParquetSource:
         """The images of one row group, from the cache if possible."""
         with self._lock:
             self._num_reads += 1
-            if (found := self._cached_groups.get(group)) is not None:
+            if (images := self._cached_groups.get(group)) is not None:
                 self._cached_groups.move_to_end(group)
-                return found
+                return images
             self._num_rereads += group in self._groups_read
             self._groups_read.add(group)
             if self._num_rereads >= MAX_REREADS and self._num_rereads > MAX_REREAD_FRACTION * self._num_reads:
                 self._extract_images()
-            found = self._read(group)
-            self._cached_groups[group] = found
+            images = self._read(group)
+            self._cached_groups[group] = images
             while (
                 len(self._cached_groups) > 1
                 and sum(cached.nbytes for cached in self._cached_groups.values()) > self._cache_limit
             ):
                 self._cached_groups.popitem(last=False)
-            return found
+            return images
 
     def _read(self, group: int) -> Any:
         file, inside = self._groups[group]

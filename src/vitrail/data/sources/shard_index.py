@@ -57,20 +57,20 @@ class ShardIndex:
 
 def load_indexes(shards: Sequence[str]) -> list[ShardIndex]:
     """Load the index of each shard; build those that are missing or out of date."""
-    found: dict[str, ShardIndex] = {}
+    indexes: dict[str, ShardIndex] = {}
     missing: list[str] = []
     with ThreadPoolExecutor(INDEX_THREADS) as pool:
         for shard, index in zip(shards, pool.map(_load_index, shards), strict=True):
             if index is None:
                 missing.append(shard)
             else:
-                found[shard] = index
+                indexes[shard] = index
         if missing:
             with progress_bar("indexing shards", len(missing)) as advance:
                 for shard, index in zip(missing, pool.map(build_index, missing), strict=True):
-                    found[shard] = index
+                    indexes[shard] = index
                     advance(1)
-    return [found[shard] for shard in shards]
+    return [indexes[shard] for shard in shards]
 
 
 def build_index(shard: str) -> ShardIndex:

@@ -134,10 +134,10 @@ def _describe_duplicates(splits: Splits) -> list[str]:
     """Notes about images that are both in the training split and in another."""
     if isinstance(splits.train, ShardStream):
         return []
-    others = [splits.validation]
+    eval_splits = [splits.validation]
     if splits.test is not None and splits.test is not splits.validation:
-        others.append(splits.test)
-    return [note for other in others for note in describe_duplicates(splits.train, other)]
+        eval_splits.append(splits.test)
+    return [note for split in eval_splits for note in describe_duplicates(splits.train, split)]
 
 
 def _keys(source: Source) -> Iterable[str]:
@@ -175,12 +175,14 @@ def _open_stream(location: str, config: DataConfig) -> SourceSplits:
     """Shards read without an index; the validation and test shards are indexed, for random access."""
     files = shards.group_by_split(shards.find_shards(location))
     names = config.class_names or shards.read_class_names(files["train"][0])
-    others: dict[str, Source] = {}
+    indexed: dict[str, Source] = {}
     for split in ("validation", "test"):
         if split in files:
             indexes = load_indexes(files[split])
-            others[split] = shards.ShardSource(f"{shards.display_name(location)}/{split}", indexes, config, names, None)
-            names = names or others[split].labels
+            indexed[split] = shards.ShardSource(
+                f"{shards.display_name(location)}/{split}", indexes, config, names, None
+            )
+            names = names or indexed[split].labels
     if names is None and config.validation is not None:
         names = open_source_splits(config.replace(source=config.validation, validation=None)).evaluation_source.labels
     if names is None:
@@ -189,4 +191,4 @@ def _open_stream(location: str, config: DataConfig) -> SourceSplits:
             f"put {shards.CLASS_NAMES_FILE} next to the shards, or give them with data.class_names=."
         )
     stream = ShardStream(shards.display_name(location), files["train"], names, config)
-    return SourceSplits(stream, others.get("validation"), others.get("test"), (LIMITATIONS,))
+    return SourceSplits(stream, indexed.get("validation"), indexed.get("test"), (LIMITATIONS,))

@@ -40,11 +40,11 @@ class SourceSpec:
 def parse_source(text: str) -> SourceSpec:
     """Parse `KIND:LOCATION`, or detect the kind of a name or path without a prefix."""
     text = text.strip()
-    kind, colon, rest = text.partition(":")
+    kind, colon, location = text.partition(":")
     if colon and kind.lower() in KINDS:
-        if not rest.strip():
+        if not location.strip():
             raise NotFoundError(f"{text!r} has nothing after the colon; try {kind}:{EXAMPLES[kind.lower()]}.")
-        return _with_kind(kind.lower(), os.path.expanduser(rest.strip()))
+        return _with_kind(kind.lower(), os.path.expanduser(location.strip()))
     if HUB_URL.match(text):
         return SourceSpec("hf", text)
     if name := canonical_name(text):
@@ -55,8 +55,8 @@ def parse_source(text: str) -> SourceSpec:
 def canonical_name(name: str) -> str | None:
     """The catalog's name of a dataset (CIFAR-10 -> cifar10), or None if it is not in the catalog."""
     letters = re.sub(r"[^a-z0-9]", "", name.lower())
-    found = next((known for known in CATALOG if known.replace("-", "") == letters), None)
-    return found if re.fullmatch(r"[\w\- ]+", name) else None
+    match = next((known for known in CATALOG if known.replace("-", "") == letters), None)
+    return match if re.fullmatch(r"[\w\- ]+", name) else None
 
 
 def _with_kind(kind: str, location: str) -> SourceSpec:

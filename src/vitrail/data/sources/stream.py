@@ -88,10 +88,10 @@ class ShardStream:
 
         with ForwardReader(lambda: _open(shard), shard) as read:
             for key, files in tar.group_samples(with_contents_read(tar.iter_members(read, shard), read)):
-                found = {e: contents.pop(m.offset) for e, m in files.items() if m.offset in contents}
-                extension = tar.find_image(found, IMAGE_EXTENSIONS, self.image_extension)
+                by_extension = {e: contents.pop(m.offset) for e, m in files.items() if m.offset in contents}
+                extension = tar.find_image(by_extension, IMAGE_EXTENSIONS, self.image_extension)
                 if extension is not None:
-                    yield key, find_label(key, found, self.label_field), found[extension]
+                    yield key, find_label(key, by_extension, self.label_field), by_extension[extension]
 
     def target(self, value: LabelValue, key: str) -> int | tuple[int, ...]:
         """The class index of a label; for multi-label data, the indices of all its classes."""
@@ -140,37 +140,39 @@ class StreamReader:
         self.stream, self.worker, self.num_workers = stream, worker, num_workers
         self.seed, self.buffer = seed, max(buffer, 1)
         self.shard_names = dict(zip(stream.shards, short_names(stream.shards), strict=True))
-        start, drawn = StreamPosition(0, 0, 0), 0
+        start, num_returned = StreamPosition(0, 0, 0), 0
         if state is not None:
-            start, drawn = self._parse_state(state)
-        self.start, self.drawn = start, 0
+            start, num_returned = self._parse_state(state)
+        self.start, self.num_returned = start, 0
         self._raw = self._read_from(start)
         self._next: tuple[StreamPosition, Sample] | None = None
         self._block: list[Sample] = []
         self._order: list[int] = []
         self._read_ahead: list[tuple[StreamPosition, Sample]] = []
-        if drawn:
+        if num_returned:
             self._next_block()
-            self.drawn = drawn
+            self.num_returned = num_returned
 
     def __iter__(self) -> StreamReader:
         return self
 
     def __next__(self) -> Sample:
-        if self.drawn >= len(self._block):
+        if self.num_returned >= len(self._block):
             self._next_block()
-        sample = self._block[self._order[self.drawn]]
-        self.drawn += 1
+        sample = self._block[self._order[self.num_returned]]
+        self.num_returned += 1
         self._fill(len(self._read_ahead) + 1)  # read one sample for each one returned
         return sample
 
     @property
     def state(self) -> dict[str, Any]:
-        start, drawn = self.start, self.drawn
-        if drawn and drawn == len(self._block):  # at the end of a block: the state is the start of the next
+        start, num_returned = self.start, self.num_returned
+        if num_returned and num_returned == len(
+            self._block
+        ):  # at the end of a block: the state is the start of the next
             self._fill(1)
-            start, drawn = self._read_ahead[0][0], 0
-        return {**self._identity(), **start._asdict(), "drawn": drawn}
+            start, num_returned = self._read_ahead[0][0], 0
+        return {**self._identity(), **start._asdict(), "drawn": num_returned}
 
     def _identity(self) -> dict[str, Any]:
         names = hashlib.sha256("\n".join(self.stream.shards).encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -206,11 +208,11 @@ class StreamReader:
         self._block = [sample for _, sample in self._read_ahead]
         key = derive_seed(self.seed, SHUFFLE, self.worker, self.num_workers, *self.start)
         self._order = permute_indices(np.arange(len(self._block)), len(self._block), key).tolist()
-        self._read_ahead, self.drawn = [], 0
+        self._read_ahead, self.num_returned = [], 0
 
-    def _fill(self, expected: int) -> None:
-        """Read ahead, within one epoch, until `expected` samples are buffered."""
-        while len(self._read_ahead) < min(expected, self.buffer):
+    def _fill(self, count: int) -> None:
+        """Read ahead, within one epoch, until `count` samples are buffered."""
+        while len(self._read_ahead) < min(count, self.buffer):
             if self._next is None:
                 self._next = next(self._raw)
             if self._read_ahead and self._next[0].epoch != self._read_ahead[0][0].epoch:
@@ -221,20 +223,20 @@ class StreamReader:
     def _read_from(self, start: StreamPosition) -> Iterator[tuple[StreamPosition, Sample]]:
         """The samples of this worker, in the order they are read, without end."""
         epoch, first, skip = start
-        found = False
+        found_image = False
         while True:
             for shard_index, shard in enumerate(self._shards(epoch)[first:], start=first):
                 for member, (key, value, image) in enumerate(self.stream.read(shard)):
                     if member < skip or not self._is_mine(shard_index, member):
                         continue
                     key = f"{self.shard_names[shard]}/{key}"
-                    found = True
+                    found_image = True
                     target = self.stream.target(value, key)
                     yield StreamPosition(epoch, shard_index, member), Sample(key, image, target)
                 skip = 0
-            if not found:
+            if not found_image:
                 raise DataError(f"{self.stream.name} has no images for worker {self.worker} of {self.num_workers}.")
-            epoch, first, found = epoch + 1, 0, False
+            epoch, first, found_image = epoch + 1, 0, False
 
     def _shards(self, epoch: int) -> list[str]:
         count = len(self.stream.shards)

@@ -37,17 +37,17 @@ class Subset:
 
     @property
     def pixels(self) -> npt.NDArray[np.uint8] | None:
-        if self._pixels is None and (whole := self.source.pixels) is not None:
-            self._pixels = whole[self.indices]
+        if self._pixels is None and (all_pixels := self.source.pixels) is not None:
+            self._pixels = all_pixels[self.indices]
         return self._pixels
 
     @property
     def blocks(self) -> tuple[int, ...] | None:
         """The source's blocks, reduced to the samples in the subset; None if the indices are not ascending."""
-        whole = self.source.blocks
-        if whole is None or (np.diff(self.indices) <= 0).any():
+        all_blocks = self.source.blocks
+        if all_blocks is None or (np.diff(self.indices) <= 0).any():
             return None
-        ends = np.searchsorted(self.indices, np.cumsum(whole))
+        ends = np.searchsorted(self.indices, np.cumsum(all_blocks))
         return tuple(int(n) for n in np.diff(ends, prepend=0) if n)
 
     def __getstate__(self) -> dict[str, object]:

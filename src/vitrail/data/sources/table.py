@@ -94,31 +94,35 @@ def open_table(
             if not path.is_file():
                 raise NotFoundError(f"{path} is a folder, expected a table." if path.is_dir() else f"no table {path}.")
         split_name = f"{name}/{split}" if len(files) > 1 else name
-        found = _open_split(paths, config, split_name, names, multi_label, require_labels)
-        names, multi_label = found.source.labels, found.source.multi_label
-        opened[split] = found
-    notes = tuple(note for found in opened.values() for note in found.notes)
+        table_split = _open_split(paths, config, split_name, names, multi_label, require_labels)
+        names, multi_label = table_split.source.labels, table_split.source.multi_label
+        opened[split] = table_split
+    notes = tuple(note for table_split in opened.values() for note in table_split.notes)
     first = next(iter(opened.values()))
     if len(opened) == 1 and first.splits is not None:
         return _split_rows(first, name, notes)
-    sources = {split: found.source for split, found in opened.items()}
+    sources = {split: table_split.source for split, table_split in opened.items()}
     return SourceSplits(first.source, sources.get("validation"), sources.get("test"), notes, first.groups)
 
 
 def find_parquet_files(folder: Path) -> dict[str, list[Path]]:
     """Split -> the Parquet files in a folder and its subfolders; all are `train` if none is named so."""
-    found: dict[str, list[Path]] = {}
+    by_split: dict[str, list[Path]] = {}
     for path in sorted([*folder.glob("*.parquet"), *folder.glob("*/*.parquet")]):
         if not path.name.startswith("."):
-            found.setdefault(split_from_name(path.relative_to(folder).as_posix()), []).append(path)
-    return order_splits(found)
+            by_split.setdefault(split_from_name(path.relative_to(folder).as_posix()), []).append(path)
+    return order_splits(by_split)
 
 
-def order_splits(found: dict[str, list[Path]]) -> dict[str, list[Path]]:
+def order_splits(by_split: dict[str, list[Path]]) -> dict[str, list[Path]]:
     """Put the training split first: the files named `train`, else those without a split name, else all."""
-    if "train" not in found:
-        found = {"train": found[""], **found} if "" in found else {"train": [p for ps in found.values() for p in ps]}
-    return {split: found[split] for split in ("train", "validation", "test") if split in found}
+    if "train" not in by_split:
+        by_split = (
+            {"train": by_split[""], **by_split}
+            if "" in by_split
+            else {"train": [p for ps in by_split.values() for p in ps]}
+        )
+    return {split: by_split[split] for split in ("train", "validation", "test") if split in by_split}
 
 
 def split_from_name(path: str) -> str:
@@ -198,10 +202,10 @@ def _read_csv(path: Path) -> Any:
     return pa.table([unescape_formulas(column) for column in table.columns], names=table.column_names)
 
 
-def _find_image_column(schema: Any, given: str | None, table: Any, where: str) -> str:
+def _find_image_column(schema: Any, requested: str | None, table: Any, where: str) -> str:
     """Find the image column by name, else the only column that can contain images."""
-    if found := find_name(schema.names, IMAGE_COLUMNS, given, "column", where):
-        return found
+    if column_name := find_name(schema.names, IMAGE_COLUMNS, requested, "column", where):
+        return column_name
     candidates = [f.name for f in schema if _holds_bytes(f.type)]
     if table is not None and len(table):
         row = table.slice(0, 1).to_pylist()[0]

@@ -63,13 +63,13 @@ def iter_members(read: ReadAt, where: str, total: int | None = None) -> Iterator
         at = start + (size + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
 
 
-def group_samples(found: Iterable[Member]) -> Iterator[tuple[str, dict[str, Member]]]:
+def group_samples(members: Iterable[Member]) -> Iterator[tuple[str, dict[str, Member]]]:
     """Group members by the WebDataset rule: (key, extension -> member) of consecutive files with one key.
 
     The key is the path up to the first dot of the file name; the rest is the extension.
     """
     key, files = "", dict[str, Member]()
-    for member in found:
+    for member in members:
         folder, _, name = member.name.removeprefix("./").rpartition("/")
         stem, dot, extension = name.partition(".")
         if not dot or not stem:  # no extension, or a hidden file
@@ -84,10 +84,10 @@ def group_samples(found: Iterable[Member]) -> Iterator[tuple[str, dict[str, Memb
         yield key, files
 
 
-def find_image(extensions: Iterable[str], known: frozenset[str], given: str | None) -> str | None:
-    """The extension of a sample's image: the given one, else the known one with the fewest dots."""
-    if given is not None:
-        return given if given in extensions else None
+def find_image(extensions: Iterable[str], known: frozenset[str], requested: str | None) -> str | None:
+    """The extension of a sample's image: the requested one, else the known one with the fewest dots."""
+    if requested is not None:
+        return requested if requested in extensions else None
     candidates = [e for e in extensions if os.path.splitext(f"x.{e}")[1] in known]
     return min(candidates, key=lambda e: (e.count("."), e), default=None)
 
