@@ -1,4 +1,4 @@
-"""The images of the documentation, made by the commands from a real checkpoint and open photographs.
+"""Make the figures of the documentation from a public checkpoint and openly licensed photographs.
 
     python docs/figures.py --model ViT-Ti/16 --out docs/images
 
@@ -21,8 +21,8 @@ from sklearn.datasets import load_sample_image
 
 import vitrail
 from vitrail.cli import main as command
-from vitrail.explain.canvas import blank, save
-from vitrail.explain.overlays import masked
+from vitrail.explain.canvas import new_figure, save
+from vitrail.explain.overlays import mask_overlay
 
 HERO = ("cat", "coffee", "rocket", "flower", "pagoda")
 
@@ -45,14 +45,14 @@ def photographs() -> dict[str, np.ndarray]:
 
 
 def hero(vit: vitrail.Model, folder: Path, path: Path) -> None:
-    """Five photographs with the first guess, and below each what the class token has gathered from it."""
-    figure = blank(2.4 * len(HERO), 5.4)
+    """Five photographs with the top prediction, and the attention rollout of the class token below each."""
+    figure = new_figure(2.4 * len(HERO), 5.4)
     axes = figure.subplots(2, len(HERO))
     for column, name in enumerate(HERO):
-        look = vit.explain(folder / f"{name}.png", methods=["rollout"])
-        axes[0, column].imshow(look.pixels)
-        axes[0, column].set_title(f"{look.target.label}\n{100 * look.target.score:.0f} %", fontsize=11)
-        axes[1, column].imshow(masked(look.pixels, look.rollout))
+        explanation = vit.explain(folder / f"{name}.png", methods=["rollout"])
+        axes[0, column].imshow(explanation.pixels)
+        axes[0, column].set_title(f"{explanation.target.label}\n{100 * explanation.target.score:.0f} %", fontsize=11)
+        axes[1, column].imshow(mask_overlay(explanation.pixels, explanation.rollout))
         for row in (0, 1):
             axes[row, column].axis("off")
     save(figure, path)

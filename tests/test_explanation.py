@@ -187,7 +187,7 @@ def test_a_portrait_needs_images_that_can_be_read(tmp_path: Path, caplog: pytest
     with pytest.raises(DataError, match="none of the 1 images can be read"):
         ModelFigures(vit, [tmp_path / "broken.png"]).save(tmp_path, ["rollout"])
     ModelFigures(vit, [tmp_path / "broken.png", gradient()]).save(tmp_path / "out", ["rollout"])
-    assert "1 of 2 images cannot be read and are left out" in caplog.text
+    assert "1 of 2 images cannot be read and are skipped" in caplog.text
     with pytest.raises(ConfigError, match="there is no figure 'filter'; did you mean 'filters'"):
         ModelFigures(vit, [gradient()]).save(tmp_path, ["filter"])
 

@@ -21,7 +21,15 @@ from train.small_runs import digits, one_thread, trained
 from vitrail.api.run_timeline import timeline
 from vitrail.config import BiTConfig, PreprocessConfig, steps
 from vitrail.errors import ConfigError, ModelError, NotFoundError
-from vitrail.explain.animation import Timeline, chosen_moments, draw_animation, draw_strip, maps, save_gif, sheet
+from vitrail.explain.animation import (
+    Timeline,
+    draw_animation,
+    draw_strip,
+    filter_grid,
+    save_gif,
+    similarity_grid,
+    strip_moments,
+)
 from vitrail.explain.canvas import HEAT
 from vitrail.explain.distance import attention_distance, uniform_distance
 from vitrail.explain.filters import filters
@@ -77,7 +85,7 @@ def test_what_a_model_does_not_have_is_left_out_with_the_reason():
     found = frames([build(small(position="none"))] * 2)
     assert found.subjects == ["filters"]
     assert found.skipped["positions"].startswith("this model has no position embeddings")
-    assert found.skipped["rollout"] == "there is no image to see it on."
+    assert found.skipped["rollout"] == "no image was given."
     image = torch.zeros(1, 3, 32, 32)
     bit = frames([build(TINY)], images=image, image=image)
     assert bit.arrays == {}
@@ -125,7 +133,7 @@ def test_patterns_are_paired_for_the_largest_sum_of_absolute_cosines(seed: int):
 
 @given(st.integers(1, 100))
 def test_the_strip_has_the_first_the_last_and_ever_longer_steps(count: int):
-    chosen = chosen_moments(count)
+    chosen = strip_moments(count)
     assert chosen[0] == 0
     assert chosen[-1] == count - 1
     assert len(chosen) == min(count, 6)
@@ -139,7 +147,7 @@ def test_a_map_for_each_patch_stands_where_the_patch_is():
     for row in range(2):
         for column in range(3):
             alike[row, column, row, column] = 1.0
-    image = maps(alike, 0.0)
+    image = similarity_grid(alike, 0.0)
     side, gap = 16, 4
     bright = (image[..., 3] == 255) & (image[..., 0] > 200)  # viridis ends in yellow
     for row in range(2):
@@ -152,7 +160,7 @@ def test_a_map_for_each_patch_stands_where_the_patch_is():
 def test_many_maps_are_thinned_from_edge_to_edge():
     alike = np.random.default_rng(0).random((20, 20, 20, 20))
     alike[0, 0], alike[-1, -1] = 0.0, 1.0
-    image = maps(alike, 0.0)
+    image = similarity_grid(alike, 0.0)
     assert image.shape == (7 * 40 + 6 * 3, 7 * 40 + 6 * 3, 4)
     assert (image[:40, :40] == image[0, 0]).all()
     assert (image[-40:, -40:] == image[-1, -1]).all()
@@ -162,7 +170,7 @@ def test_many_maps_are_thinned_from_edge_to_edge():
 def test_patterns_are_gray_where_they_are_nought_and_share_one_scale(channels: int):
     shapes = np.zeros((2, 4, 4, channels))
     shapes[0, 0, 0] = 0.5
-    image = sheet(shapes, reach=1.0)
+    image = filter_grid(shapes, reach=1.0)
     assert image[0, 0, :3].tolist() == [191] * 3
     assert image[-1, -1, :3].tolist() == [128] * 3
 
@@ -226,7 +234,7 @@ def test_a_strip_names_its_moments_and_only_the_scores_that_were_measured_then()
     image = np.zeros((8, 8, 3), np.uint8)
     figure = draw_strip(Timeline("rollout", {"rollout": values}, moments, "test: ViT", image=image))
     titles = [ax.get_title() for ax in figure.axes]
-    assert titles == ["", "epoch 0\n", "epoch 1.02\n", "epoch 3.06\n91.3 % right", ""]  # the image and the scale
+    assert titles == ["", "epoch 0\n", "epoch 1.02\n", "epoch 3.06\ntop-1 91.3 %", ""]  # the image and the scale
 
 
 # Of a run

@@ -166,7 +166,7 @@ class Model:
         return concat_outputs(computed)
 
     def explain(self, image: ImageLike, **options: Any) -> Explanation:
-        """What happens inside for one image: `look.rollout`, `look.attention`, `look.figure().savefig(...)`.
+        """Explain one image: attention, attribution maps and predictions, as arrays and figures.
 
         Options are those of `vitrail.api.explanation.explain`: the class to explain (`target`), kinds of
         explanation (`methods`), the query token of the attention maps (`query`), and `faithfulness` curves.

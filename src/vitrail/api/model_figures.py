@@ -54,7 +54,7 @@ class DrawnFigure:
 
 
 class ModelFigures:
-    """A model and the images it is looked at with; each figure is made when it is asked for."""
+    """Draws figures of a model, computed on some images."""
 
     def __init__(
         self,
@@ -66,10 +66,13 @@ class ModelFigures:
         named: str = "",
         advance: Callable[[int], None] = lambda n: None,
     ) -> None:
-        """`layer`, from 1 or from -1, is whose positions and features are drawn; `advance` hears of images done."""
+        """`layer` (1-based, or negative from the end): the layer whose positions and features are drawn.
+
+        `named` describes the images in subtitles. `advance(n)` is called after each n images.
+        """
         self.model, self.layer, self.foreground = model, layer, foreground
         self.images = list(sample_images() if images is None else images)
-        self.named = named or ("two photographs of scikit-learn's" if images is None else "the images given")
+        self.named = named or ("two sample photographs of scikit-learn" if images is None else "the given images")
         self.advance = advance
         self.name = model.info.title
         if not self.images:
@@ -77,7 +80,7 @@ class ModelFigures:
 
     @cached_property
     def pixels(self) -> list[npt.NDArray[Any]]:
-        """H W C each, as the network sees them; those that cannot be read are left out, aloud."""
+        """H W C each, after resizing and cropping. Unreadable images are skipped with a warning."""
         found, bad = [], []
         for image in self.images:
             try:
@@ -85,7 +88,7 @@ class ModelFigures:
             except ImageError as error:
                 bad.append(str(error))
         if bad:
-            warn_once([f"{len(bad)} of {len(self.images)} images cannot be read and are left out: {bad[0]}"])
+            warn_once([f"{len(bad)} of {len(self.images)} images cannot be read and are skipped: {bad[0]}"])
         if not found:
             raise DataError(f"none of the {len(self.images)} images can be read: {bad[0]}")
         return found

@@ -75,37 +75,37 @@ class Timeline:
 
     @property
     def last(self) -> float:
-        return self.place(-1)
+        return self.position(-1)
 
-    def place(self, now: int) -> float:
+    def position(self, now: int) -> float:
         """Epoch or step of a frame."""
         moment = self.moments[now]
         return float(moment.step if moment.epoch is None else moment.epoch)
 
-    def when(self, now: int) -> str:
+    def time_text(self, now: int) -> str:
         if not self.in_epochs:
             return f"step {self.moments[now].step:,}"
         decimals = 0 if self.last >= 20 else 1 if self.last >= 5 else 2
-        return f"epoch {round(self.place(now), decimals):g}"
+        return f"epoch {round(self.position(now), decimals):g}"
 
 
 def draw_animation(timeline: Timeline, path: str | Path) -> Path:
     """Write a looping GIF, 800 pixels wide, with one palette, layout and scale for all frames."""
     square = timeline.subject == "positions"
     figure = new_figure(5.0, 5.6 if square else 4.0)
-    set_title(figure, TITLES[timeline.subject], f"{timeline.about} · {timeline.when(-1)}")
-    under = figure.texts[-1]
-    above, beneath = figure.subfigures(2, 1, height_ratios=(6.5, 1) if square else (4, 1), squeeze=False)[:, 0]
-    shows = [_scene(above, timeline), _progress(beneath.subplots(), timeline)]
-    canvas, seen = FigureCanvasAgg(figure), []
+    set_title(figure, TITLES[timeline.subject], f"{timeline.about} · {timeline.time_text(-1)}")
+    subtitle = figure.texts[-1]
+    panel, progress_bar = figure.subfigures(2, 1, height_ratios=(6.5, 1) if square else (4, 1), squeeze=False)[:, 0]
+    shows = [_scene(panel, timeline), _progress(progress_bar.subplots(), timeline)]
+    canvas, images = FigureCanvasAgg(figure), []
     for now in range(len(timeline.moments)):
-        under.set_text(f"{timeline.about} · {timeline.when(now)}")
+        subtitle.set_text(f"{timeline.about} · {timeline.time_text(now)}")
         for show in shows:
             show(now)
         canvas.draw()
         figure.set_layout_engine("none")  # keep the layout of the first frame
-        seen.append(np.asarray(canvas.buffer_rgba())[..., :3].copy())
-    return save_gif(seen, path)
+        images.append(np.asarray(canvas.buffer_rgba())[..., :3].copy())
+    return save_gif(images, path)
 
 
 def save_gif(images: Sequence[Pixels], path: str | Path) -> Path:
@@ -114,19 +114,20 @@ def save_gif(images: Sequence[Pixels], path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     packed = [image.astype(np.uint32) @ np.array([1 << 16, 1 << 8, 1], dtype=np.uint32) for image in images]
     palette, numbers = _palette(packed)
-    drawn = [Image.fromarray(numbers[pixels]) for pixels in packed]
-    for image in drawn:
+    frames = [Image.fromarray(numbers[pixels]) for pixels in packed]
+    for image in frames:
         image.putpalette(palette.tobytes())
-    first, *rest = drawn
+    first, *rest = frames
     times = [FIRST_FRAME_MS, *[FRAME_MS] * (len(images) - 2), LAST_FRAME_MS]
     first.save(path, save_all=True, append_images=rest, duration=times, loop=0, optimize=True)
     return path
 
 
 def _palette(images: Sequence[npt.NDArray[np.uint32]]) -> tuple[Pixels, Pixels]:
-    """256 3: paper, ink, the scale of amounts, and what else there is most of; and which of them each packed color is.
+    """The palette, 256 3, and the palette index of every packed color.
 
-    Not Pillow's own search for the nearest one, which is rough enough to turn white paper gray.
+    The palette holds white, the text color, the color scale, and the most frequent other colors. Pillow's own search
+    for the nearest color is not used: it is inexact enough to turn a white background gray.
     """
     from scipy.spatial import KDTree  # type: ignore[import-untyped]
 
@@ -136,9 +137,9 @@ def _palette(images: Sequence[npt.NDArray[np.uint32]]) -> tuple[Pixels, Pixels]:
     fixed = np.array([(1, 1, 1), to_rgb(INK), *colormaps[HEAT](np.linspace(0, 1, SHADES + 1))[:, :3]])
     rest = Image.fromarray(sample[None]).quantize(256 - len(fixed), dither=Image.Dither.NONE).getpalette() or []
     palette = np.concatenate([np.rint(255 * fixed).astype(np.uint8), np.array(rest, np.uint8).reshape(-1, 3)])
-    every = np.unique(np.concatenate([np.unique(image) for image in images]))
+    all_colors = np.unique(np.concatenate([np.unique(image) for image in images]))
     numbers = np.zeros(1 << 24, np.uint8)
-    numbers[every] = KDTree(palette.astype(float)).query(_unpacked(every).astype(float))[1]
+    numbers[all_colors] = KDTree(palette.astype(float)).query(_unpacked(all_colors).astype(float))[1]
     return palette, numbers
 
 
@@ -148,26 +149,28 @@ def _unpacked(colors: npt.NDArray[np.uint32]) -> Pixels:
 
 def draw_strip(timeline: Timeline) -> Figure:
     """Some frames side by side, denser at the beginning of the run."""
-    chosen = chosen_moments(len(timeline.moments))
-    imaged = timeline.subject == "rollout"
-    figure = new_figure(1.9 * (len(chosen) + imaged) + 0.6 * (timeline.subject in SCALES), 2.9)
+    frames = strip_moments(len(timeline.moments))
+    has_image = timeline.subject == "rollout"
+    figure = new_figure(1.9 * (len(frames) + has_image) + 0.6 * (timeline.subject in SCALES), 2.9)
     set_title(figure, TITLES[timeline.subject], timeline.about)
-    axes = list(figure.subplots(1, len(chosen) + imaged, squeeze=False, sharey=timeline.subject == "distances")[0])
+    axes = list(figure.subplots(1, len(frames) + has_image, squeeze=False, sharey=timeline.subject == "distances")[0])
     _scale(axes, timeline)
-    if imaged:
+    if has_image:
         _image(axes.pop(0), timeline)
-    scored = any(timeline.moments[now].score is not None for now in chosen)
-    for ax, now in zip(axes, chosen, strict=True):
+    scored = any(timeline.moments[now].score is not None for now in frames)
+    for ax, now in zip(axes, frames, strict=True):
         PANELS[timeline.subject](ax, timeline)(now)
         score = timeline.moments[now].score
-        right = "" if score is None else f"{100 * score:.1f} % right"
-        ax.set_title(f"{timeline.when(now)}\n{right}" if scored else timeline.when(now), fontsize=8.5, color=QUIET)
+        accuracy = "" if score is None else f"top-1 {100 * score:.1f} %"
+        ax.set_title(
+            f"{timeline.time_text(now)}\n{accuracy}" if scored else timeline.time_text(now), fontsize=8.5, color=QUIET
+        )
         if ax is not axes[0]:
             ax.set_ylabel("")
     return figure
 
 
-def chosen_moments(count: int, most: int = STRIP_FRAMES) -> list[int]:
+def strip_moments(count: int, most: int = STRIP_FRAMES) -> list[int]:
     """Indices of the first and the last frame, with growing steps between them."""
     if count <= most:
         return list(range(count))
@@ -177,13 +180,13 @@ def chosen_moments(count: int, most: int = STRIP_FRAMES) -> list[int]:
     return [0, *between.tolist()]
 
 
-def _scene(where: SubFigure, timeline: Timeline) -> Show:
+def _scene(subfigure: SubFigure, timeline: Timeline) -> Show:
     """Draw the panel and its legend."""
     if timeline.subject in ("positions", "distances"):
-        ax = where.subplots()
+        ax = subfigure.subplots()
         _scale([ax], timeline)
         return PANELS[timeline.subject](ax, timeline, full=True)
-    left, right = where.subplots(1, 2)
+    left, right = subfigure.subplots(1, 2)
     if timeline.subject == "filters":
         return _both(_filters(left, timeline), _shares(right, timeline))
     _image(left, timeline)
@@ -191,29 +194,29 @@ def _scene(where: SubFigure, timeline: Timeline) -> Show:
     return _rollout(right, timeline)
 
 
-def _both(one: Show, other: Show) -> Show:
+def _both(first: Show, second: Show) -> Show:
     def show(now: int) -> None:
-        one(now)
-        other(now)
+        first(now)
+        second(now)
 
     return show
 
 
 def _positions(ax: Axes, timeline: Timeline, full: bool = False) -> Show:
     low, _ = timeline.value_range
-    drawn = ax.imshow(maps(timeline.values[0], low), interpolation="nearest")
+    artist = ax.imshow(similarity_grid(timeline.values[0], low), interpolation="nearest")
     _bare(ax)
     if full:
-        ax.set_xlabel("column of the patch", fontsize=9, color=INK)
-        ax.set_ylabel("row of the patch", fontsize=9, color=INK)
-    return lambda now: drawn.set_data(maps(timeline.values[now], low))
+        ax.set_xlabel("patch column", fontsize=9, color=INK)
+        ax.set_ylabel("patch row", fontsize=9, color=INK)
+    return lambda now: artist.set_data(similarity_grid(timeline.values[now], low))
 
 
 def _filters(ax: Axes, timeline: Timeline, full: bool = False) -> Show:
     reach = float(np.abs(timeline.values).max())
-    drawn = ax.imshow(sheet(timeline.values[0], reach), interpolation="nearest")
+    artist = ax.imshow(filter_grid(timeline.values[0], reach), interpolation="nearest")
     _bare(ax)
-    return lambda now: drawn.set_data(sheet(timeline.values[now], reach))
+    return lambda now: artist.set_data(filter_grid(timeline.values[now], reach))
 
 
 def _shares(ax: Axes, timeline: Timeline) -> Show:
@@ -221,8 +224,8 @@ def _shares(ax: Axes, timeline: Timeline) -> Show:
     shares = 100 * timeline.arrays["shares"]
     bars = ax.bar(np.arange(1, shares.shape[1] + 1), shares[0], color=COLORS[0])
     ax.set_ylim(0, 1.05 * float(shares.max()))
-    ax.set_xlabel("pattern", fontsize=9, color=INK)
-    ax.set_title("% of all filters", loc="left", fontsize=9, color=INK)
+    ax.set_xlabel("principal component", fontsize=9, color=INK)
+    ax.set_title("% of the variance", loc="left", fontsize=9, color=INK)
     _light(ax)
 
     def show(now: int) -> None:
@@ -235,26 +238,28 @@ def _shares(ax: Axes, timeline: Timeline) -> Show:
 def _distance(ax: Axes, timeline: Timeline, full: bool = False) -> Show:
     _, layers, heads = timeline.values.shape
     across = np.repeat(np.arange(1, layers + 1), heads)
-    alike = float(timeline.arrays["uniform"][0])
-    ax.axhline(alike, color=QUIET, linewidth=1, linestyle="--")
-    drawn = ax.plot(across, timeline.values[0].ravel(), "o", color=COLORS[0], alpha=0.7, markersize=6 if full else 4)[0]
+    uniform = float(timeline.arrays["uniform"][0])
+    ax.axhline(uniform, color=QUIET, linewidth=1, linestyle="--")
+    artist = ax.plot(across, timeline.values[0].ravel(), "o", color=COLORS[0], alpha=0.7, markersize=6 if full else 4)[
+        0
+    ]
     ax.set_xlim(0.5, layers + 0.5)
-    ax.set_ylim(0, 1.12 * max(float(timeline.values.max()), alike))
+    ax.set_ylim(0, 1.12 * max(float(timeline.values.max()), uniform))
     ax.set_xticks(range(1, layers + 1, -(-layers // 12)))
     ax.set_xlabel("layer", fontsize=9, color=INK)
-    ax.set_ylabel("mean distance, pixels", fontsize=9, color=INK)
+    ax.set_ylabel("mean attention distance (pixels)", fontsize=9, color=INK)
     if full:
-        ax.set_title("dashed: a head that looks everywhere alike", loc="right", fontsize=8, color=QUIET)
+        ax.set_title("dashed: uniform attention", loc="right", fontsize=8, color=QUIET)
     _light(ax)
-    return lambda now: drawn.set_ydata(timeline.values[now].ravel())
+    return lambda now: artist.set_ydata(timeline.values[now].ravel())
 
 
 def _rollout(ax: Axes, timeline: Timeline, full: bool = False) -> Show:
     (low, high), values = timeline.value_range, 100 * timeline.values
     how = "bilinear" if min(values.shape[1:]) >= SMOOTH else "nearest"
-    drawn = ax.imshow(values[0], cmap=HEAT, vmin=low, vmax=high, interpolation=how)
+    artist = ax.imshow(values[0], cmap=HEAT, vmin=low, vmax=high, interpolation=how)
     _bare(ax)
-    return lambda now: drawn.set_data(values[now])
+    return lambda now: artist.set_data(values[now])
 
 
 PANELS: dict[str, Callable[..., Show]] = {
@@ -279,39 +284,39 @@ def _progress(ax: Axes, timeline: Timeline) -> Show:
     ax.set_ylim(0, 1)
     ax.set_xticks([tick for tick in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(0, last) if tick <= last])
     ax.plot([0, last], [0, 0], color=FAINT, linewidth=2, clip_on=False)
-    passed = ax.plot([], [], color=INK, linewidth=2, clip_on=False)[0]
+    elapsed = ax.plot([], [], color=INK, linewidth=2, clip_on=False)[0]
     curve = ax.plot([], [], color=COLORS[0], linewidth=1.3, marker="o", markersize=2.5, clip_on=False)[0]
-    here = ax.plot([], [], "o", color=INK, markersize=6, clip_on=False)[0]
-    words = ax.text(0, 0, "", fontsize=8.5, color=COLORS[0], va="center")
+    marker = ax.plot([], [], "o", color=INK, markersize=6, clip_on=False)[0]
+    label = ax.text(0, 0, "", fontsize=8.5, color=COLORS[0], va="center")
     ax.set_yticks([])
     ax.tick_params(length=0, labelsize=8, labelcolor=QUIET, pad=6)
     ax.set_xlabel("epoch" if timeline.in_epochs else "step", fontsize=8.5, color=QUIET)
     ax.spines[:].set_visible(False)
-    for part in (passed, curve, here, words):
+    for part in (elapsed, curve, marker, label):
         part.set_in_layout(False)  # moving parts must not change the layout
 
     def show(now: int) -> None:
-        place = timeline.place(now)
-        passed.set_data([0, place], [0, 0])
-        here.set_data([place], [0])
-        until = table[table[:, 0] <= place + NEAR * last]
+        position = timeline.position(now)
+        elapsed.set_data([0, position], [0, 0])
+        marker.set_data([position], [0])
+        until = table[table[:, 0] <= position + NEAR * last]
         curve.set_data(until[:, 0], until[:, 1])
         if len(until):
-            words.set_text(f" {100 * until[-1, 1]:.1f} % right")
-            words.set_position((until[-1, 0], until[-1, 1]))
+            label.set_text(f" top-1 {100 * until[-1, 1]:.1f} %")
+            label.set_position((until[-1, 0], until[-1, 1]))
 
     return show
 
 
-def maps(alike: Floats, low: float, most: int = 7) -> Pixels:
+def similarity_grid(similarity: Floats, low: float, most: int = 7) -> Pixels:
     """h w h w -> a grid of small maps, one per patch; evenly spaced patches if there are more than `most` per side."""
-    rows, columns = (np.unique(np.linspace(0, n - 1, min(n, most)).round().astype(int)) for n in alike.shape[:2])
-    shades = np.rint((alike[np.ix_(rows, columns)] - low) / max(1 - low, 1e-12) * SHADES) / SHADES
-    side = max(48 // alike.shape[3], 1)
-    return mosaic(shades, side=side, gap=max(side * alike.shape[3] // 12, 1), low=0.0, high=1.0, colors=HEAT)
+    rows, columns = (np.unique(np.linspace(0, n - 1, min(n, most)).round().astype(int)) for n in similarity.shape[:2])
+    shades = np.rint((similarity[np.ix_(rows, columns)] - low) / max(1 - low, 1e-12) * SHADES) / SHADES
+    side = max(48 // similarity.shape[3], 1)
+    return mosaic(shades, side=side, gap=max(side * similarity.shape[3] // 12, 1), low=0.0, high=1.0, colors=HEAT)
 
 
-def sheet(patterns: Floats, reach: float) -> Pixels:
+def filter_grid(patterns: Floats, reach: float) -> Pixels:
     """n p q C -> the filters side by side; gray is zero, black and white are -`reach` and `reach`."""
     if patterns.shape[3] != 3:
         patterns = patterns.mean(3, keepdims=True)

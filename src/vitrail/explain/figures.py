@@ -206,7 +206,7 @@ def positions(alike: Floats, name: str, under: str) -> Figure:
     figure = new_figure(6.6, 5.35 * image.shape[0] / image.shape[1] + 1.15)
     ax = figure.subplots()
     labels = [range(step // 2 + 1, n + 1, step) for n in (rows, columns)]
-    _mosaic_axes(ax, image, gap, len(labels[0]), len(labels[1]), "patch's row", "patch's column", *labels)
+    _mosaic_axes(ax, image, gap, len(labels[0]), len(labels[1]), "patch row", "patch column", *labels)
     bar = figure.colorbar(ScalarMappable(Normalize(low, 1), HEAT), ax=ax, shrink=0.8, pad=0.02)
     bar.set_label("similarity", fontsize=9, color=INK)
     bar.outline.set_visible(False)

@@ -21,7 +21,7 @@ from vitrail.models import Net, ViT
 
 Floats = npt.NDArray[np.floating[Any]]
 
-NO_IMAGE = "there is no image to see it on."
+NO_IMAGE = "no image was given."
 
 
 @dataclass(frozen=True)
