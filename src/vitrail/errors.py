@@ -68,4 +68,4 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     rest = f" and {len(known) - 8} more" if len(known) > 9 else ""
-    return f"; there is {', '.join(known[:8] if rest else known)}{rest}."
+    return f"; available: {', '.join(known[:8] if rest else known)}{rest}."

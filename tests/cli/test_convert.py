@@ -177,7 +177,7 @@ def test_a_file_can_be_replaced_by_its_own_conversion(vitrail, weights, tmp_path
         (["--to", "tim"], "unknown format 'tim'; did you mean 'timm'?"),
         (["--family", "DeiTT"], "no family is called 'DeiTT'; did you mean 'DeiT'?"),
         (["--set", "num_haeds=4"], "no field 'num_haeds'; did you mean 'num_heads'?"),
-        (["--set", "heads"], "--set wants KEY=VALUE, such as num_heads=4, got 'heads'."),
+        (["--set", "heads"], "--set expects KEY=VALUE, such as num_heads=4, got 'heads'."),
         (["--section", "teacher"], "it has no section 'teacher'"),
     ],
 )

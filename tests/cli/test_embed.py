@@ -128,9 +128,9 @@ def test_unreadable_images_are_named_and_left_out(vitrail, weights, classes, tmp
     ("options", "sentence"),
     [
         (("--layer", "13"), "there is no layer 13 of 2; expected 0 to 2."),
-        (("--layer", "x"), "--layer wants whole numbers such as 5 or 1,5,10, got 'x'."),
-        (("--pool", "max"), "no pooling is called 'max'; there is mean, pooled, token, token+mean."),
-        (("--feature-dtype", "int8"), "features cannot be stored as 'int8'; there is float16, float32."),
+        (("--layer", "x"), "--layer expects whole numbers such as 5 or 1,5,10, got 'x'."),
+        (("--pool", "max"), "no pooling is called 'max'; available: mean, pooled, token, token+mean."),
+        (("--feature-dtype", "int8"), "features cannot be stored as 'int8'; available: float16, float32."),
         (("--split", "tset"), "there is no split 'tset'; did you mean 'test'?"),
     ],
 )

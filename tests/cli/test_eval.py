@@ -116,7 +116,7 @@ def test_results_are_all_that_is_on_standard_output(measured, album: Path, tmp_p
     [
         (["--image-size", "30"], "patch_size=8 leaves 6 px"),
         (["--image-size", "32,30"], "patch_size=8 leaves 6 px"),
-        (["--image-size", "32,x"], "--image-size wants 384 or 384x288"),
+        (["--image-size", "32,x"], "--image-size expects 384 or 384x288"),
         (["--protocol", "imagenet"], "no WordNet IDs"),
         (["--protocol", "imgnet"], "did you mean 'imagenet'"),
         (["--real", "nowhere.json"], "nowhere.json cannot be read"),

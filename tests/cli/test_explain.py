@@ -95,7 +95,7 @@ def test_figures_are_named_by_as_much_of_the_path_as_is_needed(paths, names):
     ("options", "words"),
     [
         (["--layer", "3"], "there is no layer 3: this network has layers 1 to 2"),
-        (["--layer", "last"], "--layer wants numbers"),
+        (["--layer", "last"], "--layer expects numbers"),
         (["--class", "horse"], "there is no class 'horse'"),
         (["--class", "9"], "there is no class 9: this model has 5"),
         (["--query", "distill"], "this network has no token 'distill': it has class and patches"),
@@ -147,7 +147,7 @@ def test_some_figures_as_json(vitrail, weights, tmp_path):
         (["--what", "positions", "--layer", "5"], "there is no layer 5"),
         (["--timeline", "--layer", "1"], "--layer cannot be combined with --timeline"),
         (["--timeline", "--format", "pdf"], "--format cannot be combined with --timeline"),
-        (["--timeline", "-m", "weights.npz"], "--timeline wants a run folder: --model runs/digits, got weights.npz"),
+        (["--timeline", "-m", "weights.npz"], "--timeline expects a run folder: --model runs/digits, got weights.npz"),
         (["--data", "nowhere/"], "nowhere"),
     ],
 )

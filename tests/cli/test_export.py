@@ -95,7 +95,7 @@ def test_an_engine_for_a_checkpoint_is_made_once(vitrail, tiny, photos):
         ),
         (
             ["--batch-size", "many"],
-            "--batch-size wants a number of images such as 8, or dynamic for any number, got 'many'.",
+            "--batch-size expects a number of images such as 8, or dynamic for any number, got 'many'.",
         ),
         (["--image-size", "30"], "patch_size=8 leaves 6 px of the image's height 30 uncovered; try height 24 or 32."),
     ],

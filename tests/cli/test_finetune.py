@@ -177,7 +177,7 @@ def test_chance_may_be_changed_in_a_checkpoint(vitrail: Command, start: Path, al
         (["--trainable", "heads"], "OptimConfig.trainable='heads' is not one of its values; did you mean 'head'?"),
         (["--trainable", "7"], "trainable=7 blocks, but the network has 2; try trainable=all."),
         (["--image-size", "17"], "17"),
-        (["--image-size", "big"], "--image-size wants 384 or 384x288"),
+        (["--image-size", "big"], "--image-size expects 384 or 384x288"),
         (["model.depth=5"], "model.depth=5, but the checkpoint has 2"),
         (["optim.lr"], "got 'optim.lr', expected key=value"),
         (["batch_size=1000"], "batch_size=1000 is more than the 52 images"),

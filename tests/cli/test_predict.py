@@ -144,7 +144,7 @@ def test_another_size_need_not_be_square(vitrail, weights, image):
     assert result.notes == ["position embeddings were resampled to 288x192 (timm method)."]
     for wrong in ("abc", "0", "12x", "1x2x3", "-4"):
         result = vitrail("predict", image, "-m", weights, f"--image-size={wrong}")
-        assert result.problems == [f"--image-size wants 384 or 384x288 (height x width), got {wrong!r}."]
+        assert result.problems == [f"--image-size expects 384 or 384x288 (height x width), got {wrong!r}."]
     result = vitrail("predict", image, "-m", weights, "--image-size", "30")
     assert result.problems == ["patch_size=8 leaves 6 px of the image's height 30 uncovered; try height 24 or 32."]
 

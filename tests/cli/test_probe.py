@@ -92,8 +92,8 @@ def test_fewer_images_are_each_classs_share(vitrail, weights, colors):
         (("--c", "0"), "C=0: expected a number above 0."),
         (("--method", "kmn"), "there is no probing method 'kmn'; did you mean 'knn'?"),
         (("--layer", "13"), "there is no layer 13 of 2; expected 0 to 2."),
-        (("--vote", "loud"), "--vote wants weighted or uniform, got 'loud'."),
-        (("--shots", "many"), "--shots wants whole numbers such as 5 or 1,5,10, got 'many'."),
+        (("--vote", "loud"), "--vote expects weighted or uniform, got 'loud'."),
+        (("--shots", "many"), "--shots expects whole numbers such as 5 or 1,5,10, got 'many'."),
     ],
 )
 def test_what_cannot_be_is_one_sentence_before_any_work(vitrail, weights, colors, options, sentence, monkeypatch):

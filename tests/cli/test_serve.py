@@ -142,14 +142,14 @@ def test_images_to_calibrate_on_reach_the_engine(vitrail, weights, started, monk
     ("options", "words"),
     [
         (["a", "--model", "b"], "got a and --model b, expected one of them"),
-        (["--engine", "torsch"], "no engine is called 'torsch'; did you mean 'torch'"),
+        (["--engine", "torsch"], "no engine 'torsch'; did you mean 'torch'"),
         (
             ["--engine", "openvino", "--dtype", "bfloat16"],
             "--dtype bfloat16 is supported by torch only; openvino has its own precision",
         ),
         (["--calibrate", "images"], "--calibrate needs --engine auto"),
         (["--token", "nothing-of-that-name"], "no such file and no environment variable"),
-        (["--image-size", "huge"], "--image-size wants 384"),
+        (["--image-size", "huge"], "--image-size expects 384"),
         (["--host", "no.such.host.invalid"], "cannot listen at no.such.host.invalid"),
         (["--port", "99999"], "port"),
         (["--workers", "0"], "workers"),

@@ -201,7 +201,7 @@ def test_recipes_are_listed(vitrail: Command):
         (["digits", "optim.learning=1"], "no setting 'optim.learning': OptimConfig has no 'learning'"),
         (["digits", "optm.lr=1"], "no setting 'optm.lr': TrainConfig has no 'optm'; did you mean 'optim'?"),
         (["digits", "optim.lr", "0.1"], "got two recipes, digits and optim.lr; settings are written KEY=VALUE."),
-        (["digits", "optim.lr=fast"], "OptimConfig.lr wants float, got 'fast'."),
+        (["digits", "optim.lr=fast"], "OptimConfig.lr expects float, got 'fast'."),
         (["digits", "batch_size=0"], "batch_size=0: one image or more."),
         (
             ["digits", "batch_size=5000"],

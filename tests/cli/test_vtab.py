@@ -67,7 +67,7 @@ def test_people_are_told_what_is_missing_and_how_to_lay_it_out(vitrail, weights,
     ("options", "sentence"),
     [
         (("--method", "magic"), "method='magic': expected finetune or linear."),
-        (("--lr", "fast"), "--lr wants numbers such as 0.003,0.01, got 'fast'."),
+        (("--lr", "fast"), "--lr expects numbers such as 0.003,0.01, got 'fast'."),
         (("--tasks", "mnist"), "VTAB has no task 'mnist'"),
         (("--tasks", "dtd"), "does not contain the task dtd; expected a folder such as dtd."),
     ],

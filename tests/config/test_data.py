@@ -23,7 +23,7 @@ from vitrail.errors import ConfigError
         ({"repeats": 0}, "repeats=0: expected 1 or more"),
         ({"workers": -1}, "workers=-1: 0 or more"),
         ({"order": "random"}, "is not one of its values"),
-        ({"source": 3}, "DataConfig.source wants str, got 3"),
+        ({"source": 3}, "DataConfig.source expects str, got 3"),
     ],
 )
 def test_data_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -44,7 +44,7 @@ def test_data_that_cannot_be_is_refused(settings: dict[str, Any], message: str) 
         ({"ratio": (2.0, 1.0)}, "the smaller one first"),
         ({"color_jitter": (0.4, 0.4, 0.4, 0.6)}, "hue 0.6 is a fraction of the color circle"),
         ({"color_jitter": (-0.1, 0.0, 0.0, 0.0)}, "are 0 or more"),
-        ({"color_jitter": (0.1, 0.1)}, "color_jitter wants"),
+        ({"color_jitter": (0.1, 0.1)}, "color_jitter expects"),
         ({"mixup": -1.0}, "are 0 or more"),
         ({"pad": -1}, "are 0 or more"),
         ({"magnitude": 11.0}, "magnitude=11.0 is out of 10"),

@@ -31,7 +31,7 @@ RUN = TrainConfig(model=ViTConfig(image_size=32, patch_size=4, num_classes=0))
     ("kind", "settings", "message"),
     [
         (ClassifyConfig, {"label_smoothing": 1.0}, "label_smoothing=1.0 is a fraction"),
-        (ClassifyConfig, {"loss": "hinge"}, "is not one of its values; there is sigmoid, softmax"),
+        (ClassifyConfig, {"loss": "hinge"}, "is not one of its values; available: sigmoid, softmax"),
         (MaskedPatchConfig, {"mask_ratio": 0.0}, "mask_ratio is in"),
         (MaskedPatchConfig, {"mask_token_prob": 0.8, "random_patch_prob": 0.3}, "at most 1 together"),
         (MaskedPatchConfig, {"mask_token_prob": -0.1}, "are 0 or more"),
@@ -41,7 +41,7 @@ RUN = TrainConfig(model=ViTConfig(image_size=32, patch_size=4, num_classes=0))
         (OptimConfig, {"layer_decay": 1.5}, "layer_decay=1.5 is in"),
         (OptimConfig, {"weight_decay": -0.1}, "weight_decay is 0 or more"),
         (OptimConfig, {"betas": (0.9, 1.0)}, "betas and momentum are in"),
-        (OptimConfig, {"betas": (0.9,)}, "betas wants"),
+        (OptimConfig, {"betas": (0.9,)}, "betas expects"),
         (OptimConfig, {"momentum": 1.0}, "betas and momentum are in"),
         (OptimConfig, {"trainable": -1}, "trainable=-1 counts blocks"),
         (OptimConfig, {"trainable": "nothing"}, "is not one of its values"),
@@ -166,7 +166,7 @@ def test_overrides_reach_every_part() -> None:
         ("optimizer.lr=1", "did you mean 'optim'"),
         ("schedule.warm=1 step", "did you mean 'warmup'"),
         ("optim=3", "OptimConfig"),
-        ("seed=1.5", "TrainConfig.seed wants int, got 1.5"),
+        ("seed=1.5", "TrainConfig.seed expects int, got 1.5"),
         ("optim.trainable=last", "is not one of its values; it is a whole number, all or head."),
     ],
 )

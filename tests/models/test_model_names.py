@@ -179,7 +179,7 @@ def test_any_size_patch_and_image_combine(size: str, patch: int, times: int, fam
     [
         ("ViT-B/17x", "no model is called 'ViT-B/17x'; did you mean 'ViT-B/"),
         ("ViT-X/16", "there is no size 'X'; the sizes are Ti, S, B"),
-        ("R99+ViT-B/16", "no such hybrid; there is R\\+ViT-B/16"),
+        ("R99+ViT-B/16", "no such hybrid; available: R\\+ViT-B/16"),
         ("BiT-R77x1", "BiT comes as R50, R101, R152"),
         ("resnet50", "no model is called 'resnet50'"),
         ("Swin-B/4", "no model is called"),

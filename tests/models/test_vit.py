@@ -378,7 +378,7 @@ def test_wanting_what_is_not_there(outputs: str, message: str) -> None:
         ({"dropout": 1.0}, "is a probability"),
         ({"width": 18, "num_heads": 3, "position": "rope-2d"}, "multiple of 4"),
         ({"depth": 0}, "depth must be positive"),
-        ({"depth": "12"}, "wants int, got '12'"),
+        ({"depth": "12"}, "expects int, got '12'"),
         ({"distilled": True, "pool": "gap"}, "needs two tokens"),
         ({"stem": StemConfig(), "patch_size": 3}, "does not divide the stem's"),
     ],

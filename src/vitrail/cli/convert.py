@@ -12,7 +12,7 @@ from vitrail.cli.console import err, one_line
 from vitrail.cli.options import Family, Json, Section, Settings, parse_settings
 from vitrail.errors import CheckpointError, NotFoundError, did_you_mean
 
-SourceArgument = Annotated[str, typer.Argument(metavar="SRC", help="A file, a folder, a model name or a hub id.")]
+SourceArgument = Annotated[str, typer.Argument(metavar="SRC", help="A name, a file, a folder or a hub id.")]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="A folder or a file, depending on the format.")]
 To = Annotated[
     str,
@@ -26,9 +26,7 @@ def convert(
     src: SourceArgument,
     dst: Destination,
     to: To = "vitrail",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace existing files, after the new ones are complete.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     approximate: Annotated[
         bool, typer.Option("--approximate", help="Convert even if the other library's results differ slightly.")
     ] = False,
@@ -48,13 +46,13 @@ def convert(
         raise NotFoundError(f"unknown format {to!r}{did_you_mean(to, formats)}")
     if not overwrite and (dst.is_file() or (dst.is_dir() and any(dst.iterdir()))):
         raise CheckpointError(f"{dst} exists already; choose another name, or replace it with --overwrite.")
-    given = parse_settings(changes)
-    found = locate(src)  # shows its own progress bar if it downloads
+    overrides = parse_settings(changes)
+    location = locate(src)  # shows its own progress bar if it downloads
     with err.status(f"reading {src}"):
-        net, info = checkpoint.read(found.path, section=section, family=family, dtype=None, overrides=given)
-    if found.origin:
-        info = info.replace(origin=found.origin)
-    warn_once([*found.notes, *info.notes])
+        net, info = checkpoint.read(location.path, section=section, family=family, dtype=None, overrides=overrides)
+    if location.origin:
+        info = info.replace(origin=location.origin)
+    warn_once([*location.notes, *info.notes])
     with err.status(f"writing {dst} and reading it back"):
         made = conversion.convert(net, info, dst, to=to, overwrite=overwrite, approximate=approximate)
     warn_once(made.notes)

@@ -10,16 +10,12 @@ import typer
 
 from vitrail.cli.console import print_error, print_plain, progress_bar
 from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, ModelSpec, open_model
-from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
+from vitrail.cli.options import Data, Family, Json, Root, Section, Settings, SkipBad, parse_settings, parse_size
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
     from vitrail.evaluate.features import FeatureSpec
 
-Data = Annotated[
-    str | None,
-    typer.Option("--data", metavar="SPEC", help="A folder, a table, shards or a built-in name; labels are not needed."),
-]
 Layer = Annotated[
     str,
     typer.Option(
@@ -33,8 +29,6 @@ Pool = Annotated[
     str, typer.Option("--pool", metavar="HOW", help="pooled (the head's input), token, mean or token+mean.")
 ]
 Norm = Annotated[bool, typer.Option("--norm/--no-norm", help="Apply the final norm to the layers' tokens.")]
-Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Folder of the built-in data sets.")]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip unreadable images; without it they are an error.")]
 Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Images per batch.")]
 
 
@@ -54,7 +48,7 @@ def embed(
         str, typer.Option("--feature-dtype", metavar="TYPE", help="float32, or float16 for half the file size.")
     ] = ("float32"),
     normalize: Annotated[bool, typer.Option("--normalize", help="Scale each feature vector to length 1.")] = (False),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     image_size: ImageSize = None,
     channels: Channels = None,
     root: Root = None,
@@ -67,7 +61,7 @@ def embed(
     skip_bad: SkipBad = False,
     as_json: Json = False,
 ) -> None:
-    """Write the features of every image to a Parquet file, for search or other tools.
+    """Write the features of every image to a Parquet file, for search or other tools. Labels are not needed.
 
     vitrail embed --model MODEL --data photos/ --out features.parquet
 
@@ -139,7 +133,7 @@ def parse_ints(text: str, option: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"{option} wants whole numbers such as 5 or 1,5,10, got {text!r}.") from None
+        raise ConfigError(f"{option} expects whole numbers such as 5 or 1,5,10, got {text!r}.") from None
 
 
 def feature_spec(layers: tuple[int, ...], pool: str, norm: bool) -> FeatureSpec:

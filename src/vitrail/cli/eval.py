@@ -19,7 +19,7 @@ from vitrail.cli import console
 from vitrail.cli.console import err, print_plain, progress_bar
 from vitrail.cli.engine import Calibrate, Engine, open_with_engine
 from vitrail.cli.model_options import Device, Dtype, LabelFile, ModelSpec
-from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
+from vitrail.cli.options import Data, Family, Json, Root, Section, Settings, SkipBad, parse_settings, parse_size
 from vitrail.errors import ConfigError
 from vitrail.runtime import is_main_process, log_on_main_process
 
@@ -30,13 +30,11 @@ if TYPE_CHECKING:
 MAX_NAME_LENGTH = 30
 """Characters of a class name that are shown."""
 
-Data = Annotated[
-    str | None,
-    typer.Option("--data", metavar="SPEC", help="A folder of class folders, a table, shards, or a built-in name."),
-]
 Sizes = Annotated[
     str | None,
-    typer.Option("--image-size", metavar="SIZE,...", help="Another size, or several to compare: 160,224,288."),
+    typer.Option(
+        "--image-size", metavar="SIZE,...", help="Image size in pixels, or several sizes to compare: 160,224,288."
+    ),
 ]
 Flip = Annotated[bool, typer.Option("--flip", help="Average the probabilities of each image and its mirror image.")]
 Protocol = Annotated[
@@ -45,16 +43,16 @@ Protocol = Annotated[
 Real = Annotated[
     Path | None, typer.Option("--real", metavar="FILE", help="ImageNet-ReaL's labels. Default: timm's copy.")
 ]
-Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Folder of the built-in data sets.")]
 HeldOut = Annotated[bool, typer.Option("--held-out", help="Measure only the images that training would hold out.")]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip unreadable images; without it they are an error.")]
 Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Images per batch.", show_default="32, GPU 256")]
 Bins = Annotated[int, typer.Option(min=1, metavar="N", help="Number of calibration bins.")]
 Worst = Annotated[int, typer.Option(min=0, metavar="N", help="Number of worst classes to list.")]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", metavar="DIR", help="Write figures, tables and all predictions here.")
 ]
-Formats = Annotated[str, typer.Option("--format", metavar="LIST", help="Formats of the figures: png, svg, npz.")]
+Formats = Annotated[
+    str, typer.Option("--format", metavar="NAMES", help="Comma-separated formats of the figures: png,svg,npz.")
+]
 
 
 def evaluate(
@@ -115,7 +113,7 @@ def evaluate(
     with err.status("starting"):
         from vitrail import api
 
-    found = api.evaluate(
+    evaluation = api.evaluate(
         vit,
         data,
         image_size=[s for s in sizes if s is not None] if sizes is not None else None,
@@ -132,13 +130,13 @@ def evaluate(
     )
     if not is_main_process():
         return
-    found = replace(found, model=strip_local_folders(model) if model else found.model)
+    evaluation = replace(evaluation, model=strip_local_folders(model) if model else evaluation.model)
     if to is not None:
-        write_evaluation(found, to, kinds)
+        write_evaluation(evaluation, to, kinds)
     if as_json:
-        typer.echo(json.dumps(found.to_dict(worst), indent=2))
+        typer.echo(json.dumps(evaluation.to_dict(worst), indent=2))
         return
-    for part in format_evaluation(found, worst):
+    for part in format_evaluation(evaluation, worst):
         print_plain(part)
     if to is not None:
         print_plain(Text(f"\n{to}/ has the figures, eval.json, per_class.csv and predictions.csv", style="dim"))
@@ -151,30 +149,30 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: bar.advance(task, count)
 
 
-def format_evaluation(found: Evaluation, worst: int) -> Iterator[RenderableType]:
+def format_evaluation(evaluation: Evaluation, worst: int) -> Iterator[RenderableType]:
     """The printed result, from top to bottom."""
-    first = found.first
-    present, outputs = len(first.per_class.present), len(found.labels)
-    yield Text(f"{found.model} on {found.data}", style="bold")
+    first = evaluation.first
+    present, outputs = len(first.per_class.present), len(evaluation.labels)
+    yield Text(f"{evaluation.model} on {evaluation.data}", style="bold")
     images = f"{first.scores.count:,} {'image' if first.scores.count == 1 else 'images'}"
     of_all = f"{present:,} of {outputs:,}" if present < outputs else f"{present:,}"
     classes = f"{of_all} {'class' if outputs == 1 else 'classes'}"
-    size_ = "" if len(found.sizes) > 1 else f", {_format_size(first)} px"
-    yield Text(f"{images}, {classes}{size_}{', averaged with mirror images' if found.flip else ''}\n", style="dim")
-    if len(found.sizes) > 1:
-        yield _sizes_table(found)
+    size_ = "" if len(evaluation.sizes) > 1 else f", {_format_size(first)} px"
+    yield Text(f"{images}, {classes}{size_}{', averaged with mirror images' if evaluation.flip else ''}\n", style="dim")
+    if len(evaluation.sizes) > 1:
+        yield _sizes_table(evaluation)
     else:
-        yield _scores_table(found, first)
+        yield _scores_table(evaluation, first)
     if worst and (rows := first.worst_classes(worst)):
         yield Text("")
-        yield _worst_classes_table(found, first, rows)
-    if found.unreadable:
-        bad = len(found.unreadable)
+        yield _worst_classes_table(evaluation, first, rows)
+    if evaluation.unreadable:
+        bad = len(evaluation.unreadable)
         images = "image" if bad == 1 else "images"
         yield Text(f"\n{bad:,} unreadable {images} skipped.", style="dim")
 
 
-def _scores_table(found: Evaluation, measured: SizeResult) -> Table:
+def _scores_table(evaluation: Evaluation, measured: SizeResult) -> Table:
     """One metric per row with its interval; in a narrow window everything except the value may wrap."""
     table = Table(box=None, show_header=True, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("", overflow="fold")
@@ -202,15 +200,15 @@ def _scores_table(found: Evaluation, measured: SizeResult) -> Table:
     return table
 
 
-def _sizes_table(found: Evaluation) -> Table:
+def _sizes_table(evaluation: Evaluation) -> Table:
     """Two rows per size: the values; below, dimmed, images/s and the intervals."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    multi_label = found.multi_label
+    multi_label = evaluation.multi_label
     heads = ["size", "mAP, %" if multi_label else "top-1, %", "top-5, %", "loss", "ECE, %"]
-    heads += [] if multi_label else [f"vs {_format_size(found.first)}"]
+    heads += [] if multi_label else [f"vs {_format_size(evaluation.first)}"]
     for head in heads:
         table.add_column(head, no_wrap=True)
-    for m in found.sizes:
+    for m in evaluation.sizes:
         count = m.scores.count
         error = None if m.calibration is None else m.calibration.error
         fractions = [m.mean_average_precision if multi_label else m.top1, m.top5, error]
@@ -226,15 +224,15 @@ def _sizes_table(found: Evaluation) -> Table:
     return table
 
 
-def _worst_classes_table(found: Evaluation, measured: SizeResult, rows: list[int]) -> Table:
+def _worst_classes_table(evaluation: Evaluation, measured: SizeResult, rows: list[int]) -> Table:
     from vitrail.evaluate.per_class import mistaken_for
     from vitrail.evaluate.scores import wilson_interval
     from vitrail.explain.label_text import unique_abbreviations
 
     classes, precise = measured.per_class, measured.per_class.average_precision
-    names = unique_abbreviations(found.labels, MAX_NAME_LENGTH)
+    names = unique_abbreviations(evaluation.labels, MAX_NAME_LENGTH)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    where = f" at {_format_size(measured)}" if len(found.sizes) > 1 else ""
+    where = f" at {_format_size(measured)}" if len(evaluation.sizes) > 1 else ""
     table.add_column(f"worst classes{where}", max_width=MAX_NAME_LENGTH, overflow="fold")
     for head in ("AP" if precise is not None else "recall", "images"):
         table.add_column(head, justify="right", no_wrap=True)

@@ -148,4 +148,4 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise typer.BadParameter(f"--layer wants numbers such as 12 or 1,6,12, got {text!r}") from None
+        raise typer.BadParameter(f"--layer expects numbers such as 12 or 1,6,12, got {text!r}") from None

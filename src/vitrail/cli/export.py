@@ -47,7 +47,7 @@ Check = Annotated[
     str | None,
     typer.Option(metavar="SPEC", help="Images to compare on.", show_default="parts of two photographs"),
 ]
-Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Where built-in data lies.")]
+Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Folder of the built-in datasets.")]
 
 
 def export(
@@ -65,9 +65,7 @@ def export(
     section: Section = None,
     family: Family = None,
     changes: Settings = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is there, once the new one is complete.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write a model for ONNX Runtime, torch.export or OpenVINO, and compare it with the model on real images.
@@ -180,7 +178,9 @@ def _count(batch: str) -> int | None:
     if batch == "dynamic":
         return None
     if not batch.isdecimal() or not int(batch):
-        raise ConfigError(f"--batch-size wants a number of images such as 8, or dynamic for any number, got {batch!r}.")
+        raise ConfigError(
+            f"--batch-size expects a number of images such as 8, or dynamic for any number, got {batch!r}."
+        )
     return int(batch)
 
 

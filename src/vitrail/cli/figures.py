@@ -10,16 +10,24 @@ import typer
 
 from vitrail.cli.console import err, one_line, progress_bar
 from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, ModelSpec, open_model
-from vitrail.cli.options import Family, Formats, Json, Section, Settings, parse_list, parse_settings, parse_size
+from vitrail.cli.options import (
+    Data,
+    Family,
+    Formats,
+    Json,
+    Root,
+    Section,
+    Settings,
+    parse_list,
+    parse_settings,
+    parse_size,
+)
 from vitrail.errors import ConfigError
 
 
 def figures(
     model: ModelSpec = None,
-    data: Annotated[
-        str | None,
-        typer.Option("--data", metavar="SPEC", help="Images to use: a folder, a data set's name, ..."),
-    ] = None,
+    data: Data = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Output folder.")] = Path("figures"),
     what: Annotated[
         str | None,
@@ -37,7 +45,7 @@ def figures(
         typer.Option("--timeline", help="For a run folder: animate the figures over training (all but colors)."),
     ] = False,
     formats: Formats = "png",
-    root: Annotated[str | None, typer.Option("--root", metavar="DIR", help="Folder of the built-in data sets.")] = None,
+    root: Root = None,
     image_size: ImageSize = None,
     channels: Channels = None,
     section: Section = None,
@@ -95,7 +103,7 @@ def figures(
 def _timeline(model: str | None, out: Path, names: tuple[str, ...] | None) -> list[Path]:
     if model is None or not Path(model).expanduser().is_dir():
         given = "" if model is None else f", got {model}"
-        raise ConfigError(f"--timeline wants a run folder: --model runs/digits{given}.")
+        raise ConfigError(f"--timeline expects a run folder: --model runs/digits{given}.")
     with err.status("loading"):
         from vitrail.api.run_timeline import timeline
     with progress_bar() as bar:

@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 
 from vitrail.cli.console import err
-from vitrail.cli.options import Json, parse_size
+from vitrail.cli.model_options import ImageSize, ModelSpec
+from vitrail.cli.options import Data, Json, SkipBad, parse_size
 from vitrail.cli.train import (
     AutoResume,
     Device,
     Out,
     Report,
     Resume,
-    SkipBad,
     command_line,
     print_result,
     settings_table,
@@ -26,27 +26,20 @@ def finetune(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, such as optim.lr=1e-4.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", metavar="MODEL", help="The pretrained model: a file, folder, name or hub id."),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option("--data", metavar="SPEC", help="A folder with one subfolder per class, or other data."),
-    ] = None,
+    model: ModelSpec = None,
+    data: Data = None,
     recipe: Annotated[
         str, typer.Option("--recipe", help="finetune, or paper: SGD at 384 px, as in the ViT paper.")
     ] = "finetune",
     trainable: Annotated[
         str,
         typer.Option(
-            "--trainable", metavar="all|head|N", help="Which parameters: all, the head, or the head and last N blocks."
+            "--trainable",
+            metavar="all|head|N",
+            help="Parameters to train: all, the head, or the head and last N blocks.",
         ),
     ] = "all",
-    image_size: Annotated[
-        str | None,
-        typer.Option("--image-size", metavar="SIZE", help="Another resolution; position embeddings are resampled."),
-    ] = None,
+    image_size: ImageSize = None,
     out: Out = None,
     resume: Resume = False,
     auto_resume: AutoResume = False,
@@ -57,7 +50,7 @@ def finetune(
 ) -> None:
     """Fine-tune a pretrained model on your classes: vitrail finetune --model MODEL --data photos/"""
     if (model is None or data is None) and not (resume and out is not None):
-        raise typer.BadParameter("finetune needs --model and --data; or --resume with --out RUN")
+        raise typer.BadParameter("finetune needs --model and --data, or --resume with --out RUN")
     overrides = [*(overrides or []), *(["data.skip_bad=true"] if skip_bad else [])]
     trainable_part = int(trainable) if trainable.isdecimal() else trainable
     with err.status("starting"):

@@ -29,7 +29,7 @@ Channels = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Number of image channels: 1 (gray), 3 (RGB) or 4 (RGBA).")
 ]
 BatchSize = Annotated[int, typer.Option(min=1, metavar="N", help="Images per batch.")]
-Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or mps.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:1 or mps.")]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, or bfloat16 for speed on a GPU.")]
 
 
@@ -56,12 +56,12 @@ def open_model(
         from vitrail.weights.class_names import ASSUMED_IMAGENET
         from vitrail.weights.locate import ModelLocation, locate
         from vitrail.weights.shipped import DEFAULT_MODEL
-    found = (
+    location = (
         ModelLocation(DEFAULT_MODEL.path, DEFAULT_MODEL.name) if model is None else locate(model)
     )  # may download, with its own progress bar
     with err.status(f"loading {model or DEFAULT_MODEL.name}"):
         with nullcontext() if "labels" in options else suppress_note(ASSUMED_IMAGENET):
-            vit = load(found, **options, **overrides)
+            vit = load(location, **options, **overrides)
         if require_network:
             vit.check_has_network()
     if model is None:

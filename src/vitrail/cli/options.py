@@ -21,8 +21,18 @@ Section = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A setting that the file lacks, such as num_heads=4; repeatable."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="A setting that is missing in the file, such as num_heads=4; repeatable."
+    ),
 ]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data", metavar="SPEC", help="A built-in dataset, a folder, a table or shards; see vitrail datasets."
+    ),
+]
+Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Folder of the built-in datasets.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip unreadable images instead of failing.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Formats = Annotated[
     str, typer.Option("--format", metavar="NAMES", help="Comma-separated: png,jpg,svg,pdf, and npz for the data.")
@@ -38,19 +48,19 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
     if match := HEIGHT_BY_WIDTH.fullmatch(text.lower()):
         return int(match[1]), int(match[2])
     if not text.isdecimal() or not int(text):
-        raise ConfigError(f"--image-size wants 384 or 384x288 (height x width), got {text!r}.")
+        raise ConfigError(f"--image-size expects 384 or 384x288 (height x width), got {text!r}.")
     return int(text)
 
 
-def parse_settings(given: Sequence[str] | None) -> dict[str, Any]:
+def parse_settings(arguments: Sequence[str] | None) -> dict[str, Any]:
     """["num_heads=4", "image_size=224x448"] -> {"num_heads": 4, "image_size": (224, 448)}."""
-    found: dict[str, Any] = {}
-    for text in given or ():
+    settings: dict[str, Any] = {}
+    for text in arguments or ():
         name, equals, value = text.partition("=")
         if not (name and equals and value):
-            raise ConfigError(f"--set wants KEY=VALUE, such as num_heads=4, got {text!r}.")
-        found[name.strip()] = parse_value(value.strip())
-    return found
+            raise ConfigError(f"--set expects KEY=VALUE, such as num_heads=4, got {text!r}.")
+        settings[name.strip()] = parse_value(value.strip())
+    return settings
 
 
 def parse_list(text: str | None) -> tuple[str, ...] | None:

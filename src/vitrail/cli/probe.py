@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import err, print_plain, progress_bar
-from vitrail.cli.embed import Batch, Layer, Norm, Pool, Root, SkipBad, feature_spec, parse_ints
+from vitrail.cli.embed import Batch, Layer, Norm, Pool, feature_spec, parse_ints
 from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, ModelSpec, open_model
-from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
+from vitrail.cli.options import Data, Family, Json, Root, Section, Settings, SkipBad, parse_settings, parse_size
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,9 +27,7 @@ TITLES = {"fewshot": "few-shot", "knn": "k-NN", "logistic": "logistic"}
 
 def probe(
     model: ModelSpec = None,
-    data: Annotated[
-        str | None, typer.Option("--data", metavar="SPEC", help="A built-in name, a folder, a table or shards.")
-    ] = None,
+    data: Data = None,
     features: Annotated[
         list[Path] | None,
         typer.Option(
@@ -42,10 +40,12 @@ def probe(
     shots: Annotated[
         str | None,
         typer.Option(
-            metavar="N,...", help="Few-shot: images per class. Default: 1,5,10,25, as far as all classes have them."
+            metavar="N,...", help="Few-shot: images per class. Default: 1,5,10,25, if every class has that many."
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Few-shot: choices of shots to average over.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Few-shot: number of random subsets to average over.")
+    ] = 3,
     k: Annotated[
         str | None, typer.Option("--k", metavar="N,...", help="k-NN: number of neighbors. Default: 20, or all images.")
     ] = None,
@@ -53,7 +53,10 @@ def probe(
         str, typer.Option(metavar="HOW", help="k-NN: weighted by exp(cosine / 0.07), as in DINO, or uniform.")
     ] = "weighted",
     c: Annotated[
-        float | None, typer.Option("--c", metavar="C", help="Logistic regression: C. Default: searched.")
+        float | None,
+        typer.Option(
+            "--c", metavar="C", help="Logistic regression: inverse regularization strength C. Default: searched."
+        ),
     ] = None,
     layer: Layer = "last",
     pool: Pool = "pooled",
@@ -81,7 +84,7 @@ def probe(
         got = "neither" if data is None else "both"
         raise ConfigError(f"probe needs --data SPEC, or --features FILE that vitrail embed wrote; got {got}.")
     if vote not in ("weighted", "uniform"):
-        raise ConfigError(f"--vote wants weighted or uniform, got {vote!r}.")
+        raise ConfigError(f"--vote expects weighted or uniform, got {vote!r}.")
     layers, overrides = parse_ints(layer, "--layer"), parse_settings(changes)
     given = {
         name: None if text is None else parse_ints(text, option)

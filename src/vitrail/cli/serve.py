@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.console import notes_to_stderr, one_line, print_note
-from vitrail.cli.engine import Calibrate
+from vitrail.cli.engine import Calibrate, Engine
 from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, LabelFile, open_model
 from vitrail.cli.options import Family, Section, Settings, parse_settings, parse_size
 from vitrail.errors import ConfigError, did_you_mean
@@ -28,7 +28,7 @@ ENGINES = ("torch", "onnxruntime", "openvino", "auto")
 
 def serve(
     source: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Model name, file, folder or hub id.", show_default=False)
+        str | None, typer.Argument(metavar="[MODEL]", help="A name, a file, a folder or a hub id.", show_default=False)
     ] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help="Same as the argument.")] = None,
     host: Annotated[
@@ -36,17 +36,15 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 for any free one.")] = 8000,
     workers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of processes, each with its options copy of the model.")
+        int, typer.Option(min=1, metavar="N", help="Number of processes, each with its own copy of the model.")
     ] = 1,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="torch, onnxruntime, openvino or auto; default: torch, or that of the exported file."
-        ),
-    ] = None,
+    engine: Engine = None,
     calibrate: Calibrate = None,
     token: Annotated[
-        str | None, typer.Option(metavar="FILE|VARIABLE", help="File or environment variable that holds the token.")
+        str | None,
+        typer.Option(
+            metavar="FILE|VARIABLE", help="File or environment variable with the token that clients must send."
+        ),
     ] = None,
     max_bytes: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum size of a request body, in bytes.")] = 16
     * 2**20,
@@ -60,10 +58,14 @@ def serve(
     ] = None,
     max_queue: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of queued images.")] = 256,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Maximum batch size; default: found by a short timing.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Maximum number of images per batch; default: measured at startup."),
     ] = None,
     batch_delay: Annotated[
-        float, typer.Option(min=0, max=1000, metavar="MS", help="Maximum time a batch waits for more images.")
+        float,
+        typer.Option(
+            min=0, max=1000, metavar="MS", help="Maximum time a batch waits for more images, in milliseconds."
+        ),
     ] = 4.0,
     labels: LabelFile = None,
     image_size: ImageSize = None,
@@ -78,7 +80,7 @@ def serve(
     if source is not None and model is not None:
         raise ConfigError(f"got {source} and --model {model}, expected one of them.")
     if engine is not None and engine not in ENGINES:
-        raise ConfigError(f"no engine is called {engine!r}{did_you_mean(engine, ENGINES)}")
+        raise ConfigError(f"no engine {engine!r}{did_you_mean(engine, ENGINES)}")
     if engine not in (None, "torch") and dtype != "float32":
         raise ConfigError(f"--dtype {dtype} is supported by torch only; {engine} has its own precision.")
     if calibrate is not None and engine != "auto":

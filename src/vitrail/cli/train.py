@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import err, print_plain
-from vitrail.cli.options import Json
+from vitrail.cli.options import Data, Json, SkipBad
 from vitrail.errors import ConfigError
 from vitrail.runtime import is_main_process
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EXIT_STATUS = {"SIGHUP": 129, "SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "torchrun": 143}
 """Exit status of a run stopped by a signal, 128 + its number as in shells, or by the end of torchrun."""
 
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="The run folder; by default runs/NAME.")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="The run folder; default: runs/NAME.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue a run from its last checkpoint.")]
 AutoResume = Annotated[
     bool,
@@ -33,15 +33,8 @@ AutoResume = Annotated[
         help="Start a new run, resume an unfinished one, or do nothing if it is finished. For automatic restarts.",
     ),
 ]
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps or auto.")]
+Device = Annotated[str | None, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1 or mps.")]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip unreadable images in evaluations instead of failing.")]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        "--data", metavar="SPEC", help="A built-in data set, a folder, a table or shards; see vitrail datasets."
-    ),
-]
 
 
 def train(

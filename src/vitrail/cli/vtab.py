@@ -56,7 +56,7 @@ def vtab(
     try:
         chosen = tuple(float(text) for text in learning_rates.split(","))
     except ValueError:
-        raise ConfigError(f"--lr wants numbers such as 0.003,0.01, got {learning_rates!r}.") from None
+        raise ConfigError(f"--lr expects numbers such as 0.003,0.01, got {learning_rates!r}.") from None
     with err.status("starting"):
         from vitrail.api.vtab import vtab as run
     found = run(

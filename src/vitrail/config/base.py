@@ -147,13 +147,13 @@ def _coerce_field(cls: type, name: str, kind: Any, value: Any) -> Any:
     if ok:
         return fitted
     if options := _options(kind):
-        hint = did_you_mean(value, options) if isinstance(value, str) else f"; there is {', '.join(options)}."
+        hint = did_you_mean(value, options) if isinstance(value, str) else f"; available: {', '.join(options)}."
         words = [TYPE_DESCRIPTIONS[a] for a in get_args(kind) if a in TYPE_DESCRIPTIONS]
         if words and "did you mean" not in hint:
             *most, last = *words, *options
             hint = f"; it is {', '.join(most)} or {last}."
         raise ConfigError(f"{cls.__name__}.{name}={value!r} is not one of its values{hint}")
-    raise ConfigError(f"{cls.__name__}.{name} wants {_type_name(kind)}, got {value!r}.")
+    raise ConfigError(f"{cls.__name__}.{name} expects {_type_name(kind)}, got {value!r}.")
 
 
 def _fit(kind: Any, value: Any) -> tuple[Any, bool]:

@@ -423,7 +423,9 @@ def _guess_content(start: bytes) -> str:
     for pattern, content in NOT_IMAGES:
         if pattern.match(start):
             return content
-    return f"it starts with {start[:12]!r}; expected JPEG, PNG, WebP, TIFF, GIF, BMP or another format of Pillow's"
+    return (
+        f"it starts with {start[:12]!r}; expected JPEG, PNG, WebP, TIFF, GIF, BMP or another format that Pillow reads"
+    )
 
 
 def _damaged(error: Exception, name: str) -> ImageError:

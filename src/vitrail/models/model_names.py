@@ -140,7 +140,7 @@ def _hybrid(match: re.Match[str]) -> dict[str, Any]:
     stem, number = match["stem"].upper(), int(match["patch"])
     if (stem, number) not in STEMS:
         known = ", ".join(f"{s}+ViT-B/{n}" for s, n in STEMS)
-        raise NotFoundError(f"{match[0]}: no such hybrid; there is {known}, in any size.")
+        raise NotFoundError(f"{match[0]}: no such hybrid; available: {known}, in any size.")
     layers, patch = STEMS[stem, number]
     return {"stem": StemConfig(layers=layers), "patch_size": patch}
 

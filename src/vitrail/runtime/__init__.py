@@ -143,7 +143,7 @@ def pick_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
         return name
     known = ("float32", "float64", "float16", "bfloat16")
     if name.removeprefix("torch.") not in known:
-        raise ConfigError(f"no dtype {name!r} to load weights as{did_you_mean(name, known)}")
+        raise ConfigError(f"no dtype {name!r}{did_you_mean(name, known)}")
     dtype = getattr(torch, name.removeprefix("torch."))
     assert isinstance(dtype, torch.dtype)
     return dtype
