@@ -1,4 +1,4 @@
-"""Chance without state: the same bits everywhere, for ever, and nothing to tell them from chance."""
+"""Counter-based random numbers: fixed values, NumPy and torch agree, distributions, independence, permutations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scipy import stats
 
 from vitrail import rng
 
-GOLDEN_KEYS = ["0x4fb031b1cf6dbdc4", "0x95f8482444218bd2", "0xefade5d8057c8a22"]
+GOLDEN_SEEDS = ["0x4fb031b1cf6dbdc4", "0x95f8482444218bd2", "0xefade5d8057c8a22"]
 GOLDEN_BITS = ["0x9d5a0d08fd4a72e7", "0xe290d6ed191d4d81", "0xfd1ae57233d87ea7"]
 GOLDEN_UNIFORM = [10312205, 14848214, 16587493]
 GOLDEN_NORMAL = [1.633756, -0.026528, 0.127963, -1.202101, 0.851511]
@@ -36,39 +36,39 @@ def looks_uniform(values: np.ndarray) -> bool:
     return stats.kstest(values.ravel().astype(np.float64), "uniform").pvalue > UNLIKELY
 
 
-def look_unrelated(a: np.ndarray, b: np.ndarray) -> bool:
+def look_independent(a: np.ndarray, b: np.ndarray) -> bool:
     """By a chi-square test of the pairs on a grid of 16 x 16, which sees more than a correlation does."""
     counts, _, _ = np.histogram2d(a.ravel(), b.ravel(), bins=16, range=[[0, 1], [0, 1]])
     return stats.chisquare(counts.ravel()).pvalue > UNLIKELY
 
 
-# What may never change: a run resumed under another version must draw the same.
+# Golden values: a run resumed under another version must draw the same numbers.
 
 
-def test_keys_are_what_they_always_were():
+def test_seeds_equal_golden_values():
     assert rng.stream_id("crop") == 0xEDC23D9B
     assert rng.derive_seed() == 0
     assert rng.derive_seed(0) == 0xE220A8397B1DCDAF
     assert rng.derive_seed(1, 2, 3) == 0x8625F9D797218542
     assert rng.derive_seed(-1) == rng.derive_seed(2**64 - 1)
-    assert [hex(key) for key in rng.sample_seeds(0, 1, [0, 1, 4095])] == GOLDEN_KEYS
+    assert [hex(seed) for seed in rng.sample_seeds(0, 1, [0, 1, 4095])] == GOLDEN_SEEDS
 
 
-def test_draws_are_what_they_always_were():
-    drawn = rng.bits_np(rng.sample_seeds(0, 1, [5]), rng.stream_id("crop"), 3)
-    assert [hex(word) for word in drawn[0]] == GOLDEN_BITS
+def test_draws_equal_golden_values():
+    draws = rng.bits_np(rng.sample_seeds(0, 1, [5]), rng.stream_id("crop"), 3)
+    assert [hex(word) for word in draws[0]] == GOLDEN_BITS
     uniform = rng.uniform_np(rng.sample_seeds(0, 1, [5]), rng.stream_id("crop"), 3)
     np.testing.assert_array_equal(uniform, np.array([GOLDEN_UNIFORM]) / 2**24)
     normal = rng.normal_np(rng.sample_seeds(0, 1, [5]), rng.stream_id("crop"), 5)
     np.testing.assert_allclose(normal[0], GOLDEN_NORMAL, rtol=0, atol=1e-6)
 
 
-def test_permutations_are_what_they_always_were():
+def test_permutations_equal_golden_values():
     assert rng.permute_indices(np.arange(8), 8, 3).tolist() == GOLDEN_FEW
     assert rng.permute_indices(np.arange(8), 50_000, 3).tolist() == GOLDEN_MANY
 
 
-def test_the_mixing_is_splitmix64():
+def test_mixing_function_is_splitmix64():
     """Against the first outputs that its author's code gives for the seed 1234567."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     state = np.uint64(1234567)
@@ -77,11 +77,11 @@ def test_the_mixing_is_splitmix64():
     assert [rng._mix_int((1234567 + i * rng.GOLDEN) & rng.MASK) for i in range(1, 5)] == published
 
 
-# Twins.
+# NumPy and torch.
 
 
 @given(st.lists(words, min_size=1, max_size=20), streams, st.integers(1, 30))
-def test_twins_agree_to_the_bit(words: list[int], stream: int, count: int):
+def test_numpy_and_torch_agree_to_the_bit(words: list[int], stream: int, count: int):
     array = np.array(words, np.uint64)
     tensor = rng.seeds_to_tensor(array)
     np.testing.assert_array_equal(
@@ -94,11 +94,11 @@ def test_twins_agree_to_the_bit(words: list[int], stream: int, count: int):
 
 
 @given(words, st.integers(0, 2**40), st.integers(0, 2**20))
-def test_keys_of_many_slots_are_key_of_each(seed: int, step: int, slot: int):
+def test_sample_seeds_equal_derive_seed_of_each_slot(seed: int, step: int, slot: int):
     assert int(rng.sample_seeds(seed, step, [slot])[0]) == rng.derive_seed(seed, step, slot)
 
 
-def test_the_first_draws_do_not_depend_on_how_many_follow():
+def test_first_draws_do_not_depend_on_the_count():
     few, many = (rng.uniform_np(seeds(9), 5, count) for count in (3, 40))
     np.testing.assert_array_equal(few, many[:, :3])
     few, many = (rng.normal_np(seeds(9), 5, count) for count in (3, 40))
@@ -108,7 +108,7 @@ def test_the_first_draws_do_not_depend_on_how_many_follow():
 # Distributions.
 
 
-def test_draws_are_uniform_over_samples_steps_seeds_streams_and_in_a_row():
+def test_draws_are_uniform_over_samples_steps_seeds_streams_and_counts():
     assert looks_uniform(rng.uniform_np(seeds(200_000), 1, 1))
     assert looks_uniform(np.stack([rng.uniform_np(seeds(8, step=step), 1, 1) for step in range(5_000)]))
     assert looks_uniform(np.stack([rng.uniform_np(seeds(8, seed=seed), 1, 1) for seed in range(5_000)]))
@@ -117,49 +117,49 @@ def test_draws_are_uniform_over_samples_steps_seeds_streams_and_in_a_row():
 
 
 def test_draws_reach_zero_but_not_one():
-    drawn = rng.uniform_np(seeds(100), 1, 100_000)
-    assert drawn.min() < 2**-20
-    assert 1 - 2**-20 < drawn.max() < 1
+    draws = rng.uniform_np(seeds(100), 1, 100_000)
+    assert draws.min() < 2**-20
+    assert 1 - 2**-20 < draws.max() < 1
 
 
 def test_every_byte_of_the_bits_is_uniform():
-    drawn = rng.bits_np(seeds(100_000), 3, 1).view(np.uint8).reshape(-1, 8)
-    for byte in drawn.T:
+    draws = rng.bits_np(seeds(100_000), 3, 1).view(np.uint8).reshape(-1, 8)
+    for byte in draws.T:
         assert stats.chisquare(np.bincount(byte, minlength=256)).pvalue > UNLIKELY
 
 
 def test_normal_draws_are_normal():
-    drawn = rng.normal_np(seeds(1_000), 1, 200).ravel()
-    assert stats.kstest(drawn, "norm").pvalue > UNLIKELY
-    assert abs(drawn.var() - 1) < 0.02
-    assert 4 < np.abs(drawn).max() < 4.34
+    draws = rng.normal_np(seeds(1_000), 1, 200).ravel()
+    assert stats.kstest(draws, "norm").pvalue > UNLIKELY
+    assert abs(draws.var() - 1) < 0.02
+    assert 4 < np.abs(draws).max() < 4.34
     quarters = stats.norm.cdf(rng.normal_np(seeds(50_000), 1, 4))  # four of one word
     for a, b in itertools.combinations(quarters.T, 2):
-        assert look_unrelated(a, b)
+        assert look_independent(a, b)
 
 
 # Independence.
 
 
-def test_neighbors_in_every_direction_are_unrelated():
-    drawn = rng.uniform_np(seeds(100_001), 1, 2)
-    assert look_unrelated(drawn[:-1, 0], drawn[1:, 0])  # slots
-    assert look_unrelated(drawn[:, 0], drawn[:, 1])  # draws
-    first = drawn[:100_000, :1]
-    assert look_unrelated(first, rng.uniform_np(seeds(100_000), 2, 1))  # streams
-    assert look_unrelated(first, rng.uniform_np(seeds(100_000, step=12), 1, 1))
-    assert look_unrelated(first, rng.uniform_np(seeds(100_000, seed=8), 1, 1))
+def test_draws_of_neighboring_slots_steps_seeds_and_streams_are_independent():
+    draws = rng.uniform_np(seeds(100_001), 1, 2)
+    assert look_independent(draws[:-1, 0], draws[1:, 0])  # slots
+    assert look_independent(draws[:, 0], draws[:, 1])  # draws
+    first = draws[:100_000, :1]
+    assert look_independent(first, rng.uniform_np(seeds(100_000), 2, 1))  # streams
+    assert look_independent(first, rng.uniform_np(seeds(100_000, step=12), 1, 1))
+    assert look_independent(first, rng.uniform_np(seeds(100_000, seed=8), 1, 1))
 
 
-def test_layers_have_unrelated_keys():
+def test_seeds_of_layers_are_independent():
     samples = rng.seeds_to_tensor(seeds(100_000))
-    drawn = [rng.uniform(rng.fold_in(samples, layer), 1, 1).numpy() for layer in range(3)]
-    for a, b in itertools.combinations([rng.uniform(samples, 1, 1).numpy(), *drawn], 2):
-        assert look_unrelated(a, b)
+    draws = [rng.uniform(rng.fold_in(samples, layer), 1, 1).numpy() for layer in range(3)]
+    for a, b in itertools.combinations([rng.uniform(samples, 1, 1).numpy(), *draws], 2):
+        assert look_independent(a, b)
 
 
 @pytest.mark.parametrize("bit", [0, 1, 20, 40])
-def test_one_bit_of_a_slot_turns_half_the_bits_of_its_key(bit: int):
+def test_one_bit_of_a_slot_flips_half_the_bits_of_its_seed(bit: int):
     slots = np.arange(10_000)
     turned = rng.sample_seeds(0, 0, slots) ^ rng.sample_seeds(0, 0, slots ^ (1 << bit))
     ones = np.unpackbits(turned.view(np.uint8)).reshape(-1, 64)
@@ -167,7 +167,7 @@ def test_one_bit_of_a_slot_turns_half_the_bits_of_its_key(bit: int):
     assert np.all(np.abs(ones.mean(0) - 0.5) < 0.03)
 
 
-def test_keys_do_not_collide():
+def test_seeds_do_not_collide():
     made = np.concatenate([rng.sample_seeds(seed, step, np.arange(4096)) for seed in range(8) for step in range(32)])
     assert len(np.unique(made)) == len(made)
 
@@ -176,27 +176,27 @@ def test_keys_do_not_collide():
 
 
 @given(st.integers(1, 3_000), words)
-def test_shuffled_is_a_bijection(size: int, key: int):
-    assert sorted(rng.permute_indices(np.arange(size), size, key)) == list(range(size))
+def test_permute_indices_is_a_bijection(size: int, seed: int):
+    assert sorted(rng.permute_indices(np.arange(size), size, seed)) == list(range(size))
 
 
 @pytest.mark.parametrize("size", [1, 2, 1024, 1025, 4096, 4097, 65_536, 65_537, 262_145, 999_983, 1_000_000])
-def test_shuffled_is_a_bijection_of_large_sizes_too(size: int):
+def test_permute_indices_is_a_bijection_for_large_sizes(size: int):
     seen = np.bincount(rng.permute_indices(np.arange(size), size, 5), minlength=size)
     assert seen.shape == (size,)
     assert np.all(seen == 1)
 
 
 @given(st.integers(1, 10**9), words, st.data())
-def test_a_place_goes_where_it_goes_among_others(size: int, key: int, data: st.DataObject):
-    places = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=10))
-    together = rng.permute_indices(places, size, key)
-    assert together.tolist() == [int(rng.permute_indices([place], size, key)[0]) for place in places]
+def test_permuted_index_does_not_depend_on_the_other_indices(size: int, seed: int, data: st.DataObject):
+    indices = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=10))
+    together = rng.permute_indices(indices, size, seed)
+    assert together.tolist() == [int(rng.permute_indices([index], size, seed)[0]) for index in indices]
     assert np.all((together >= 0) & (together < size))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
-def test_all_permutations_of_a_few_are_alike(size: int):
+def test_permutations_of_small_sizes_are_equally_likely(size: int):
     rounds = 30 * math.factorial(size)
     seen = Counter(
         tuple(rng.permute_indices(np.arange(size), size, rng.derive_seed(1, i)).tolist()) for i in range(rounds)
@@ -206,19 +206,19 @@ def test_all_permutations_of_a_few_are_alike(size: int):
 
 
 @pytest.mark.parametrize("size", [900, 1_100, 5_000])
-def test_a_place_goes_anywhere_alike(size: int):
+def test_permuted_index_is_uniform(size: int):
     goes = np.array([rng.permute_indices([0, 1], size, rng.derive_seed(2, i)) for i in range(4_000)]) / size
     assert looks_uniform(goes[:, 0])
-    assert look_unrelated(goes[:, 0], goes[:, 1])
+    assert look_independent(goes[:, 0], goes[:, 1])
 
 
-def test_a_permutation_keeps_no_order():
+def test_permutation_is_uncorrelated_with_the_order():
     goes = rng.permute_indices(np.arange(100_000), 100_000, 4) / 100_000
     assert abs(stats.spearmanr(np.arange(100_000), goes).statistic) < 0.01
-    assert look_unrelated(goes[:-1], goes[1:])
+    assert look_independent(goes[:-1], goes[1:])
 
 
-@pytest.mark.parametrize(("places", "size"), [([5], 5), ([0], 0), ([3, 9], 8)])
-def test_a_place_outside_is_refused(places: list[int], size: int):
+@pytest.mark.parametrize(("indices", "size"), [([5], 5), ([0], 0), ([3, 9], 8)])
+def test_index_out_of_range_is_an_error(indices: list[int], size: int):
     with pytest.raises(IndexError, match=f"permutation of {size}"):
-        rng.permute_indices(places, size, 0)
+        rng.permute_indices(indices, size, 0)

@@ -40,7 +40,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> int:
 # Where it comes from
 
 
-def test_path_string_bytes_and_pillow_image_are_one_image(photo: np.ndarray, tmp_path: Path) -> None:
+def test_path_string_bytes_and_pillow_image_decode_alike(photo: np.ndarray, tmp_path: Path) -> None:
     data = encoded(Image.fromarray(photo), "PNG")
     file = tmp_path / "photo.png"
     file.write_bytes(data)
@@ -49,13 +49,13 @@ def test_path_string_bytes_and_pillow_image_are_one_image(photo: np.ndarray, tmp
         assert np.array_equal(decode(image), photo)
 
 
-def test_what_is_decoded_may_be_written_to(jpeg: bytes) -> None:
+def test_decoded_array_is_writable(jpeg: bytes) -> None:
     pixels = decode(jpeg)
     assert pixels.flags.writeable
     assert pixels.flags.c_contiguous
 
 
-def test_the_file_is_closed_whether_or_not_it_could_be_read(photo: np.ndarray, tmp_path: Path) -> None:
+def test_file_is_closed_after_success_and_after_an_error(photo: np.ndarray, tmp_path: Path) -> None:
     good, bad = tmp_path / "good.tif", tmp_path / "bad.tif"
     good.write_bytes(encoded(Image.fromarray(photo), "TIFF"))
     bad.write_bytes(good.read_bytes()[:5000])
@@ -106,13 +106,13 @@ def test_orientation_of_a_pillow_image_is_applied_once(photo: np.ndarray) -> Non
 
 
 @pytest.mark.parametrize("exif", [b"garbage", b"MM\0*\0\0\0\x08\xff\xff", b"II*\0\xff\xff\xff\x7f"])
-def test_a_damaged_exif_block_does_not_cost_the_image(photo: np.ndarray, jpeg: bytes, exif: bytes) -> None:
+def test_image_with_a_damaged_exif_block_is_decoded(photo: np.ndarray, jpeg: bytes, exif: bytes) -> None:
     assert np.array_equal(
         decode(encoded(Image.fromarray(photo), "JPEG", quality=92, exif=b"Exif\0\0" + exif)), decode(jpeg)
     )
 
 
-def test_an_unknown_orientation_is_left_alone(photo: np.ndarray) -> None:
+def test_unknown_exif_orientation_is_ignored(photo: np.ndarray) -> None:
     exif = Image.Exif()
     exif[0x0112] = 77
     assert np.array_equal(decode(encoded(Image.fromarray(photo), "PNG", exif=exif)), photo)
@@ -138,7 +138,7 @@ def test_16_bit_gray_is_scaled_by_its_full_range(kind: str) -> None:
     assert np.array_equal(decode(image), np.repeat(expected[:, :, None], 3, axis=2))
 
 
-def test_16_bit_gray_stands_upright_too() -> None:
+def test_exif_orientation_is_applied_to_16_bit_gray() -> None:
     exif, deep = Image.Exif(), (np.arange(12, dtype=np.uint16) * 5000).reshape(3, 4)
     exif[0x0112] = 6
     transposed = decode(encoded(Image.fromarray(deep), "PNG", exif=exif), 1)[:, :, 0]
@@ -198,7 +198,7 @@ def test_opaque_alpha_changes_nothing(photo: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "array", "Pillow"])
-def test_transparency_is_laid_on_white(photo: np.ndarray, kind: str) -> None:
+def test_transparency_is_composited_on_white(photo: np.ndarray, kind: str) -> None:
     alpha = np.linspace(0, 255, photo.shape[1]).astype(np.uint8)[None, :].repeat(photo.shape[0], axis=0)
     full = np.dstack([photo, alpha])
     weight = alpha[:, :, None] / 255
@@ -209,7 +209,7 @@ def test_transparency_is_laid_on_white(photo: np.ndarray, kind: str) -> None:
     assert np.array_equal(decode(given, 4), full)
 
 
-def test_gray_with_alpha_is_laid_on_white() -> None:
+def test_gray_with_alpha_is_composited_on_white() -> None:
     image = Image.fromarray(np.array([[[10, 255], [10, 0], [10, 128]]], np.uint8), "LA")
     for given in (encoded(image, "PNG"), image, image.convert("La")):
         got = decode(given, 1)[0, :, 0]
@@ -217,7 +217,7 @@ def test_gray_with_alpha_is_laid_on_white() -> None:
         assert abs(int(got[2]) - 132) <= 1
 
 
-def test_palette_without_transparency() -> None:
+def test_palette_without_transparency_is_decoded() -> None:
     image = Image.fromarray(np.array([[0, 1, 2]], np.uint8), "P")
     image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
     for kind in ("PNG", "GIF", "BMP", "TIFF"):
@@ -225,7 +225,7 @@ def test_palette_without_transparency() -> None:
 
 
 @pytest.mark.parametrize("transparency", [1, bytes([255, 0, 255])])
-def test_palette_with_transparency(transparency: int | bytes) -> None:
+def test_palette_with_transparency_is_composited_on_white(transparency: int | bytes) -> None:
     image = Image.fromarray(np.array([[0, 1, 2]], np.uint8), "P")
     image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
     data = encoded(image, "PNG", transparency=transparency)
@@ -233,7 +233,7 @@ def test_palette_with_transparency(transparency: int | bytes) -> None:
     assert decode(data, 4)[0, :, 3].tolist() == [255, 0, 255]
 
 
-def test_a_transparent_color_of_a_plain_png() -> None:
+def test_transparent_color_of_a_png_is_composited_on_white() -> None:
     gray = png(3, 1, 8, 0, b"\0" + bytes([0, 100, 255]), tRNS=struct.pack(">H", 100))
     deep = png(3, 1, 16, 0, b"\0" + np.array([0, 1000, 65535], ">u2").tobytes(), tRNS=struct.pack(">H", 1000))
     color = png(2, 1, 8, 2, b"\0" + bytes([1, 2, 3, 4, 5, 6]), tRNS=struct.pack(">HHH", 1, 2, 3))
@@ -254,13 +254,13 @@ def patches(colors: np.ndarray) -> np.ndarray:
     return colors.astype(np.uint8).repeat(16, axis=0)[None].repeat(16, axis=0)
 
 
-def test_cmyk_jpeg_and_tiff_have_their_colors() -> None:
+def test_cmyk_jpeg_and_tiff_are_converted_to_rgb() -> None:
     image = Image.frombytes("CMYK", (96, 16), patches(INKS).tobytes())
     assert distance(decode(encoded(image, "TIFF")), patches(INKED)) <= 1
     assert distance(decode(encoded(image, "JPEG", quality=98, subsampling=0)), patches(INKED)) <= 3
 
 
-def test_ycck_jpeg_has_its_colors() -> None:
+def test_ycck_jpeg_is_converted_to_rgb() -> None:
     simplejpeg = pytest.importorskip("simplejpeg")
     adobe = np.ascontiguousarray(255 - patches(INKS))  # Adobe's programs store what is left of the paper
     data = simplejpeg.encode_jpeg(adobe, quality=98, colorspace="CMYK", colorsubsampling="444")
@@ -269,7 +269,7 @@ def test_ycck_jpeg_has_its_colors() -> None:
     assert distance(decode(data), patches(INKED)) <= 4
 
 
-def test_other_color_spaces(photo: np.ndarray) -> None:
+def test_other_color_spaces_are_converted_to_rgb(photo: np.ndarray) -> None:
     image = Image.fromarray(photo)
     assert distance(decode(image.convert("YCbCr")), photo) <= 3
     assert distance(decode(image.convert("HSV")), photo) <= 12
@@ -280,7 +280,7 @@ def test_other_color_spaces(photo: np.ndarray) -> None:
     assert np.abs(decode(encoded(lab, "TIFF")).astype(int) - photo).mean() < 2
 
 
-def test_gray_is_repeated_and_color_is_weighed(photo: np.ndarray) -> None:
+def test_gray_is_repeated_and_color_is_converted_by_luma(photo: np.ndarray) -> None:
     gray = decode(photo, 1)
     luma = np.rint(photo @ np.array([0.299, 0.587, 0.114])).astype(np.uint8)[:, :, None]
     assert distance(gray, luma) <= 1
@@ -293,22 +293,22 @@ def test_gray_is_repeated_and_color_is_weighed(photo: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
-def test_animated_gives_the_first_frame(kind: str) -> None:
+def test_first_frame_of_an_animation_is_decoded(kind: str) -> None:
     frames = [Image.new("RGB", (8, 8), color) for color in ("red", "green", "blue")]
     options = {"lossless": True} if kind == "WEBP" else {}
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
     assert decode(data)[4, 4].tolist() == [255, 0, 0]
 
 
-def test_one_pixel() -> None:
+def test_image_of_one_pixel_is_decoded() -> None:
     assert decode(encoded(Image.new("RGB", (1, 1), (1, 2, 3)), "PNG")).tolist() == [[[1, 2, 3]]]
 
 
-def test_20000_pixels_wide() -> None:
+def test_image_20000_pixels_wide_is_decoded() -> None:
     assert decode(encoded(Image.new("RGB", (20_000, 3)), "PNG")).shape == (3, 20_000, 3)
 
 
-def test_between_the_two_limits_an_image_is_read_in_silence(monkeypatch: pytest.MonkeyPatch, jpeg: bytes) -> None:
+def test_no_warning_between_pillows_warning_limit_and_error_limit(monkeypatch: pytest.MonkeyPatch, jpeg: bytes) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 90 * 130 - 1)
     assert decode(jpeg).shape == (90, 130, 3)
 
@@ -316,19 +316,19 @@ def test_between_the_two_limits_an_image_is_read_in_silence(monkeypatch: pytest.
 # Arrays and tensors
 
 
-def test_other_numbers_of_channels_come_as_arrays() -> None:
+def test_arrays_may_have_other_numbers_of_channels() -> None:
     many = np.arange(2 * 3 * 5, dtype=np.uint8).reshape(2, 3, 5)
     assert np.array_equal(decode(many, 5), many)
     with pytest.raises(ImageError, match=r"cannot be given 5 channels; expected 1 .* or a uint8 array H W 5"):
         decode(many[:, :, :3], 5)
 
 
-def test_strided_arrays_are_read_right(photo: np.ndarray) -> None:
+def test_strided_arrays_are_decoded(photo: np.ndarray) -> None:
     assert np.array_equal(decode(photo[::2, ::-1]), photo[::2, ::-1])
     assert np.array_equal(decode(photo[::2, ::-1], 1), decode(photo[::2, ::-1].copy(), 1))
 
 
-def test_open_image_gives_the_same_pixels_in_pillows_modes(jpeg: bytes) -> None:
+def test_open_image_has_the_pixels_of_decode(jpeg: bytes) -> None:
     for channels, mode in ((1, "L"), (3, "RGB"), (4, "RGBA")):
         image = open_image(jpeg, channels)
         assert image.mode == mode

@@ -26,7 +26,7 @@ from vitrail.errors import ImageError, NotFoundError
 # What cannot be read
 
 
-def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
+def test_missing_file_raises_not_found(tmp_path: Path) -> None:
     for name in (tmp_path / "none.jpg", tmp_path / "none" / "x.jpg"):
         with pytest.raises(NotFoundError, match=r"no file .*none"):
             decode(name)
@@ -35,12 +35,12 @@ def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
         decode(tmp_path / "file" / "below.jpg")
 
 
-def test_an_address_is_not_a_file() -> None:
+def test_url_raises_not_found() -> None:
     with pytest.raises(NotFoundError, match=r"https://example\.org/cat\.jpg is a URL, expected a file"):
         decode("https://example.org/cat.jpg")
 
 
-def test_a_folder_an_empty_file_and_a_pipe_are_named(tmp_path: Path) -> None:
+def test_errors_name_folders_empty_files_and_pipes(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match=rf"{tmp_path} is a folder, expected an image"):
         decode(tmp_path)
     empty = tmp_path / "empty.jpg"
@@ -55,7 +55,7 @@ def test_a_folder_an_empty_file_and_a_pipe_are_named(tmp_path: Path) -> None:
             decode(tmp_path / "pipe")
 
 
-def test_a_name_no_file_can_have() -> None:
+def test_impossible_file_name_is_an_error() -> None:
     for name in ("a\0b.jpg", "x" * 5000):
         with pytest.raises((ImageError, NotFoundError)):
             decode(name)
@@ -76,21 +76,21 @@ def test_a_name_no_file_can_have() -> None:
         (b"II*\0\x08\0\0\0\0\0", "a TIFF, damaged or"),
     ],
 )
-def test_not_an_image_says_what_it_is(data: bytes, reason: str, tmp_path: Path) -> None:
+def test_error_says_what_a_file_is_instead_of_an_image(data: bytes, reason: str, tmp_path: Path) -> None:
     file = tmp_path / "cat.jpg"
     file.write_bytes(data)
     with pytest.raises(ImageError, match=rf"cat\.jpg is not an image: .*{reason}"):
         decode(file)
 
 
-def test_a_program_is_not_run() -> None:
+def test_eps_programs_are_not_run() -> None:
     with pytest.raises(ImageError, match="EPS, which is a program"):
         decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")
 
 
 @pytest.mark.parametrize("progressive", [False, True])
 @pytest.mark.parametrize("left", [0.3, 0.7, 0.99])
-def test_a_truncated_jpeg_is_never_half_an_image(jpeg: bytes, left: float, progressive: bool, tmp_path: Path) -> None:
+def test_truncated_jpeg_is_an_error(jpeg: bytes, left: float, progressive: bool, tmp_path: Path) -> None:
     whole = encoded(Image.open(io.BytesIO(jpeg)), "JPEG", progressive=progressive)
     file = tmp_path / "half.jpg"
     file.write_bytes(whole[: int(len(whole) * left)])
@@ -98,7 +98,7 @@ def test_a_truncated_jpeg_is_never_half_an_image(jpeg: bytes, left: float, progr
         decode(file)
 
 
-def test_truncated_files_stay_errors_where_somebody_asked_pillow_to_accept_them(
+def test_truncated_files_are_errors_even_if_pillow_is_set_to_accept_them(
     monkeypatch: pytest.MonkeyPatch, jpeg: bytes
 ) -> None:
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
@@ -153,14 +153,14 @@ def registered() -> Iterator[None]:
         (b"\xff\x0a\0\0" + b"\0" * 40, "pillow_jxl", r"is JPEG XL.*pip install pillow-jxl-plugin"),
     ],
 )
-def test_a_missing_plugin_is_named(data: bytes, module: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_missing_plugin(data: bytes, module: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # importing it fails
     with pytest.raises(ImageError, match=remedy):
         decode(data)
 
 
 @pytest.mark.usefixtures("registered")
-def test_avif_without_support_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_avif_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     Image.ID[:] = [name for name in Image.ID if name != "AVIF"]
     Image.OPEN.pop("AVIF", None)
     monkeypatch.setitem(sys.modules, "pillow_avif", None)
@@ -169,7 +169,7 @@ def test_avif_without_support_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_an_installed_plugin_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_plugin_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     class Toy(ImageFile.ImageFile):
         format = "HEIF"
 
@@ -189,7 +189,7 @@ def test_an_installed_plugin_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 # Too many pixels
 
 
-def test_above_the_limit_the_error_says_size_limit_and_remedy(monkeypatch: pytest.MonkeyPatch, jpeg: bytes) -> None:
+def test_pixel_limit_error_states_size_limit_and_remedy(monkeypatch: pytest.MonkeyPatch, jpeg: bytes) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5000)
     with pytest.raises(ImageError, match=r"11,700 pixels.*limit of 10,000; if you trust it, make a smaller copy"):
         decode(jpeg)
@@ -197,7 +197,7 @@ def test_above_the_limit_the_error_says_size_limit_and_remedy(monkeypatch: pytes
     assert decode(jpeg).shape == (90, 130, 3)
 
 
-def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
+def test_decompression_bomb_is_refused_before_decompression() -> None:
     chunks = {b"IHDR": struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0), b"IDAT": zlib.compress(bytes(100))}
     bomb = b"\x89PNG\r\n\x1a\n"
     for name, data in chunks.items():
@@ -236,7 +236,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
         (None, r"got NoneType, expected a path"),
     ],
 )
-def test_what_is_no_image_says_what_was_expected(array: Any, message: str) -> None:
+def test_invalid_arrays_and_types_are_errors_that_say_what_is_expected(array: Any, message: str) -> None:
     with pytest.raises(ImageError, match=message):
         decode(array)
 
@@ -244,7 +244,7 @@ def test_what_is_no_image_says_what_was_expected(array: Any, message: str) -> No
 # ThreadPool and warnings
 
 
-def test_threads_leave_the_process_as_it_was(jpeg: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_in_threads_leaves_global_state_unchanged(jpeg: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 90 * 130 - 1)  # each reading would warn
     palette = Image.fromarray(np.array([[0, 1]], np.uint8), "P")
     palette.putpalette([0, 0, 0, 9, 9, 9])

@@ -24,8 +24,8 @@ simplejpeg = pytest.importorskip("simplejpeg", reason="the extra `fast` is not i
 
 
 @contextmanager
-def pillow_alone() -> Iterator[None]:
-    """As if simplejpeg were not installed."""
+def without_simplejpeg() -> Iterator[None]:
+    """Decode as if simplejpeg were not installed."""
     there, jpeg.simplejpeg = jpeg.simplejpeg, None
     jpeg.verified_simplejpeg.cache_clear()
     try:
@@ -42,7 +42,7 @@ def scene(height: int, width: int, mode: str = "RGB") -> Image.Image:
     return Image.fromarray(np.stack(planes, axis=2).clip(0, 255).astype(np.uint8)).convert(mode)
 
 
-def attempt(data: bytes, channels: int = 3) -> np.ndarray | str:
+def decode_or_error(data: bytes, channels: int = 3) -> np.ndarray | str:
     try:
         return decode(data, channels)
     except ImageError as error:
@@ -59,7 +59,7 @@ def oriented(image: Image.Image, orientation: int, **options: Any) -> bytes:
     return encoded(image, "JPEG", exif=exif, **options)
 
 
-def test_simplejpeg_is_in_use_here() -> None:
+def test_simplejpeg_is_used_if_installed() -> None:
     assert jpeg.verified_simplejpeg() is simplejpeg
 
 
@@ -74,7 +74,7 @@ def test_simplejpeg_is_in_use_here() -> None:
     progressive=st.booleans(),
     quality=st.sampled_from([30, 90, 100]),
 )
-def test_whole_images_have_pillows_pixels(
+def test_full_images_equal_pillows(
     height: int, width: int, mode: str, subsampling: int, progressive: bool, quality: int
 ) -> None:
     data = encoded(
@@ -91,26 +91,26 @@ def test_whole_images_have_pillows_pixels(
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
-def test_every_kind_is_the_same_with_and_without_simplejpeg(mode: str, channels: int) -> None:
+def test_every_color_mode_is_the_same_with_and_without_simplejpeg(mode: str, channels: int) -> None:
     data = encoded(scene(50, 61).convert(mode), "JPEG")
     fast = decode(data, channels)
-    with pillow_alone():
+    with without_simplejpeg():
         assert np.array_equal(decode(data, channels), fast)
 
 
-def test_red_green_and_blue_stored_as_such() -> None:
+def test_jpeg_stored_as_rgb_equals_pillows() -> None:
     data = encoded(scene(40, 50), "JPEG", keep_rgb=True)
     assert np.array_equal(decode(data), np.asarray(Image.open(io.BytesIO(data))))
 
 
 @pytest.mark.parametrize("layout", ["440", "411"])
-def test_rare_chroma_layouts_are_left_to_pillow(layout: str) -> None:
+def test_rare_chroma_subsamplings_are_decoded_by_pillow(layout: str) -> None:
     data = simplejpeg.encode_jpeg(np.asarray(scene(45, 53)), colorsubsampling=layout)
     assert jpeg.parse_header(data) is None
     assert np.array_equal(decode(data), np.asarray(Image.open(io.BytesIO(data))))
 
 
-def test_evaluation_sees_the_same_with_and_without_simplejpeg() -> None:
+def test_preprocessing_is_the_same_with_and_without_simplejpeg() -> None:
     images = [encoded(scene(260, 300), "JPEG"), oriented(scene(300, 260), 6), encoded(scene(90, 300, "L"), "JPEG")]
     for config in (
         PreprocessConfig(image_size=224, resize="short", resize_to=248, interpolation="bicubic"),
@@ -118,12 +118,12 @@ def test_evaluation_sees_the_same_with_and_without_simplejpeg() -> None:
         PreprocessConfig(image_size=28, mean=(0.5,), std=(0.5,)),
     ):
         fast = [Preprocess(config).pixels(p) for p in images]
-        with pillow_alone():
+        with without_simplejpeg():
             assert all(np.array_equal(Preprocess(config).pixels(p), f) for p, f in zip(images, fast, strict=True))
 
 
 @pytest.mark.slow
-def test_real_photographs_have_pillows_pixels(imagenet_val: Any) -> None:
+def test_imagenet_images_equal_pillows(imagenet_val: Any) -> None:
     import tarfile
 
     with tarfile.open(imagenet_val / "val-00000.tar") as tar:
@@ -133,7 +133,7 @@ def test_real_photographs_have_pillows_pixels(imagenet_val: Any) -> None:
                 assert np.array_equal(decode(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
 
 
-def test_a_library_with_other_pixels_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simplejpeg_is_not_used_if_its_pixels_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(scene(30, 40), "JPEG")
     expected = decode(data)
     genuine = simplejpeg.decode_jpeg
@@ -149,11 +149,11 @@ def test_a_library_with_other_pixels_is_not_used(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("orientation", range(9))
-def test_tags_turn_images_as_pillow_alone_does(orientation: int) -> None:
+def test_exif_orientation_is_applied_as_by_pillow(orientation: int) -> None:
     data = oriented(scene(40, 56), orientation)
     found = open_jpeg(data)
     assert found is not None
-    with pillow_alone():
+    with without_simplejpeg():
         expected = decode(data)
     assert np.array_equal(decode(data), expected)
     assert np.array_equal(np.asarray(open_image(data)), expected)
@@ -161,10 +161,10 @@ def test_tags_turn_images_as_pillow_alone_does(orientation: int) -> None:
     assert found.size == expected.shape[:2]
 
 
-def test_a_tag_in_xmp_counts_where_there_is_no_other() -> None:
+def test_xmp_orientation_is_applied_if_exif_has_none() -> None:
     xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
     data = encoded(scene(20, 30), "JPEG", xmp=xmp)
-    with pillow_alone():
+    with without_simplejpeg():
         expected = decode(data)
     assert expected.shape == (30, 20, 3)
     assert np.array_equal(decode(data), expected)
@@ -174,36 +174,36 @@ def test_a_tag_in_xmp_counts_where_there_is_no_other() -> None:
 
 
 @pytest.mark.parametrize("progressive", [False, True])
-def test_a_cut_off_file_is_refused_as_pillow_refuses_it(progressive: bool) -> None:
+def test_truncated_file_gives_the_same_error_as_pillow(progressive: bool) -> None:
     whole = encoded(scene(64, 80), "JPEG", progressive=progressive)
     for left in range(2, len(whole), 97):
-        fast = attempt(whole[:left])
+        fast = decode_or_error(whole[:left])
         assert isinstance(fast, str)
-        with pillow_alone():
-            assert attempt(whole[:left]) == fast
+        with without_simplejpeg():
+            assert decode_or_error(whole[:left]) == fast
 
 
 @given(
     places=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4), progressive=st.booleans()
 )
-def test_damage_is_judged_as_pillow_alone_judges_it(places: list[tuple[float, int]], progressive: bool) -> None:
+def test_damaged_file_gives_the_same_result_as_pillow(places: list[tuple[float, int]], progressive: bool) -> None:
     data = bytearray(encoded(scene(40, 48), "JPEG", progressive=progressive))
     for place, value in places:
         data[2 + int(place * (len(data) - 3))] = value
-    fast = attempt(bytes(data))
-    with pillow_alone():
-        assert same(attempt(bytes(data)), fast)
+    fast = decode_or_error(bytes(data))
+    with without_simplejpeg():
+        assert same(decode_or_error(bytes(data)), fast)
 
 
-def test_a_missing_end_marker_costs_nothing_that_pillow_would_not_mind() -> None:
+def test_missing_end_marker_gives_the_same_result_as_pillow() -> None:
     data = encoded(scene(40, 48), "JPEG")
     assert data.endswith(b"\xff\xd9")
-    fast = attempt(data[:-2])
-    with pillow_alone():
-        assert same(attempt(data[:-2]), fast)
+    fast = decode_or_error(data[:-2])
+    with without_simplejpeg():
+        assert same(decode_or_error(data[:-2]), fast)
 
 
-def test_too_many_pixels_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_above_the_pixel_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(scene(30, 40), "JPEG")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 599)
     with pytest.raises(ImageError, match="1,200 pixels"):
@@ -217,11 +217,11 @@ def test_too_many_pixels_are_refused_with_the_reason(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "data", [b"", b"\xff\xd8", b"\xff\xd8\xff\xd9", b"\xff\xd8\xff\xe0\0", b"\xff\xd8" + b"\xff" * 99]
 )
-def test_what_is_no_jpeg_has_no_header(data: bytes) -> None:
+def test_header_of_invalid_data_is_none(data: bytes) -> None:
     assert jpeg.parse_header(data) is None
 
 
-def test_fill_bytes_before_a_marker_are_passed_over() -> None:
+def test_fill_bytes_before_a_marker_are_skipped() -> None:
     data = encoded(scene(20, 20), "JPEG")
     padded = data[:2] + b"\xff\xff\xff" + data[2:]
     assert jpeg.parse_header(padded) is not None
@@ -238,7 +238,7 @@ def test_fill_bytes_before_a_marker_are_passed_over() -> None:
     mode=st.sampled_from(["L", "RGB"]),
     subsampling=st.sampled_from([0, 1, 2]),
 )
-def test_a_smaller_image_is_pillows_draft(height: int, width: int, scale: int, mode: str, subsampling: int) -> None:
+def test_scaled_decoding_equals_pillows_draft(height: int, width: int, scale: int, mode: str, subsampling: int) -> None:
     data = encoded(scene(height, width, mode), "JPEG", subsampling=subsampling)
     found = open_jpeg(data)
     assert found is not None
@@ -247,12 +247,12 @@ def test_a_smaller_image_is_pillows_draft(height: int, width: int, scale: int, m
     draft = Image.open(io.BytesIO(data))
     draft.draft(mode, (width // scale, height // scale))
     assert np.array_equal(np.atleast_3d(np.asarray(draft)), small)
-    with pillow_alone():
+    with without_simplejpeg():
         assert np.array_equal(found.pixels(scale), small)
 
 
 @pytest.mark.parametrize("scale", [2, 4, 8])
-def test_a_smaller_image_looks_like_the_large_one(scale: int) -> None:
+def test_scaled_decoding_is_close_to_a_reduced_image(scale: int) -> None:
     large = scene(32, 40).resize((640, 512), Image.Resampling.BICUBIC)
     found = open_jpeg(encoded(large, "JPEG", quality=95))
     assert found is not None
@@ -260,7 +260,7 @@ def test_a_smaller_image_looks_like_the_large_one(scale: int) -> None:
     assert np.abs(found.pixels(scale).astype(int) - expected).mean() < 2
 
 
-def test_a_smaller_image_stands_upright_too() -> None:
+def test_exif_orientation_is_applied_to_scaled_decoding() -> None:
     found = open_jpeg(oriented(scene(80, 120), 6))
     plain = open_jpeg(encoded(scene(80, 120), "JPEG"))
     assert found is not None
@@ -287,7 +287,7 @@ def noisy(height: int, width: int, mode: str = "RGB") -> Image.Image:
     orientation=st.integers(1, 8),
     progressive=st.booleans(),
 )
-def test_a_part_is_that_part_of_the_whole(
+def test_crop_equals_that_part_of_the_full_image(
     size: tuple[int, int],
     corners: tuple[float, ...],
     scale: int,
@@ -317,11 +317,11 @@ def test_a_part_is_that_part_of_the_whole(
     assert np.array_equal(part, jpeg.transposed(whole[rows, columns], found.transpose))
     if scale == 1:
         assert np.array_equal(part, found.pixels()[top:bottom, left:right])
-    with pillow_alone():
+    with without_simplejpeg():
         assert np.array_equal(found.crop(box, scale), part)
 
 
-def test_unpacking_stops_below_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_stops_below_the_crop(monkeypatch: pytest.MonkeyPatch) -> None:
     found = open_jpeg(encoded(noisy(400, 300), "JPEG"))
     assert found is not None
     assert jpeg.verified_simplejpeg()
@@ -340,7 +340,7 @@ def test_unpacking_stops_below_the_part(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("options", [{"progressive": True}, {"restart_marker_rows": 1}, {"restart_marker_blocks": 3}])
-def test_where_the_end_of_the_data_is_not_to_be_seen_all_is_unpacked(options: dict[str, Any]) -> None:
+def test_progressive_and_restart_marker_files_are_decoded_completely(options: dict[str, Any]) -> None:
     found = open_jpeg(encoded(noisy(200, 200), "JPEG", **options))
     assert found is not None
     assert found.header.height_offset == 0
@@ -348,7 +348,7 @@ def test_where_the_end_of_the_data_is_not_to_be_seen_all_is_unpacked(options: di
 
 
 @pytest.mark.parametrize("scale", [1, 4])
-def test_a_cut_off_file_is_refused_whatever_part_is_expected(scale: int) -> None:
+def test_crop_of_a_truncated_file_is_an_error(scale: int) -> None:
     whole = encoded(noisy(300, 300), "JPEG")
     for left in range(len(whole) // 3, len(whole) - 2, 501):
         found = open_jpeg(whole[:left])
@@ -357,7 +357,7 @@ def test_a_cut_off_file_is_refused_whatever_part_is_expected(scale: int) -> None
             found.crop((0, 0, 40, 40), scale)
 
 
-def test_damage_above_is_judged_as_pillow_alone_judges_it() -> None:
+def test_crop_below_damage_gives_the_same_result_as_pillow() -> None:
     whole = bytearray(encoded(noisy(300, 200), "JPEG"))
     random = np.random.default_rng(0)
     for _ in range(60):
@@ -365,8 +365,8 @@ def test_damage_above_is_judged_as_pillow_alone_judges_it() -> None:
         data[int(random.integers(700, len(whole) // 3))] = int(random.integers(256))
         found = open_jpeg(bytes(data))
         assert found is not None
-        with pillow_alone():
-            expected = attempt(bytes(data))
+        with without_simplejpeg():
+            expected = decode_or_error(bytes(data))
         if isinstance(expected, str):
             with pytest.raises(ImageError):
                 found.crop((150, 0, 20, 40))

@@ -172,7 +172,7 @@ def test_without_crops_training_sees_what_evaluation_sees(photos: list[Path], cr
 # Labels
 
 
-def test_several_labels_are_rows_of_zeros_and_ones(photos: list[Path]) -> None:
+def test_multi_label_targets_are_multi_hot_rows(photos: list[Path]) -> None:
     targets = np.random.default_rng(0).random((41, 5)) < 0.3
     batch = collect(train(Images(photos, targets, classes=5), steps=1))[0]
     assert batch.targets.dtype == torch.float32
@@ -190,7 +190,7 @@ def test_images_without_a_label_are_skipped(photos: list[Path], caplog: pytest.L
     assert "10 of 41 images have no label and are skipped" in caplog.text
 
 
-def test_where_no_label_is_needed_all_are_used(photos: list[Path]) -> None:
+def test_unlabeled_images_are_used_if_labels_are_not_needed(photos: list[Path]) -> None:
     batch = collect(train(Images(photos, np.full(41, -1)), batch_size=41, steps=1, labeled=False))[0]
     assert sorted(batch.indices.tolist()) == list(range(41))
     assert batch.weights.eq(1).all()
@@ -270,7 +270,7 @@ def test_evaluation_sees_preprocess_to_the_bit(
         assert torch.cat([b.targets for b in batches])[:41].tolist() == [i % 3 for i in range(41)]
 
 
-def test_what_is_measured_on_again_is_decoded_once(photos: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_evaluated_again_are_decoded_once(photos: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     source = Images(photos)
     first = collect(
         evaluation_batches(source, preprocess=SMALL, batch_size=10, device="cpu", config=DataConfig(workers=0))

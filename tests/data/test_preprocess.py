@@ -204,7 +204,7 @@ def test_hugging_face_crops_and_pads_to_a_millionth_at_every_remainder() -> None
             torch.testing.assert_close(ours.prepare(drawn(*size)), theirs(drawn(*size)), rtol=0, atol=1e-6)
 
 
-def test_the_two_centres_differ_by_one_pixel_at_most() -> None:
+def test_the_two_crop_roundings_differ_by_at_most_one_pixel() -> None:
     for side in range(1, 60):
         for crop in range(1, 60):
             a, b = (
@@ -377,7 +377,7 @@ def test_normalize_leaves_its_input_alone_and_carries_gradients() -> None:
     torch.testing.assert_close(floats.grad, torch.full_like(floats, 1 / 127.5))
 
 
-def test_normalize_wants_channels_first() -> None:
+def test_normalize_expects_channels_first() -> None:
     with pytest.raises(ImageError, match=r"shape \(1, 8, 8, 3\), expected B 3 H W"):
         Preprocess(PreprocessConfig(image_size=8)).normalize(torch.zeros(1, 8, 8, 3, dtype=torch.uint8))
 

@@ -75,7 +75,7 @@ def test_images_of_one_size_stay_at_that_size(pixels: np.ndarray, make: Any, wor
         assert batch.weights.eq(1).all()
 
 
-def test_what_a_batch_holds_may_be_changed(pixels: np.ndarray) -> None:
+def test_modifying_a_batch_does_not_change_the_resident_images(pixels: np.ndarray) -> None:
     source = arrays(pixels)
     first = next(train(source))
     expected = first.images.clone()
@@ -149,7 +149,7 @@ def test_it_can_be_disabled_and_forced(pixels: np.ndarray, monkeypatch: pytest.M
     assert isinstance(choose(arrays(pixels)), OriginalPixels)
 
 
-def test_large_data_sets_are_not_decoded_in_advance(pixels: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_datasets_are_not_decoded_in_advance(pixels: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident, "MAX_DECODED_BYTES", pixels.size - 1)
     assert choose(files(pixels)) is None
     assert isinstance(choose(arrays(pixels)), OriginalPixels)

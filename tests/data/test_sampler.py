@@ -61,7 +61,7 @@ def test_epochs_and_seeds_differ() -> None:
             assert (a == b).sum() < 10  # one in a thousand would be chance
 
 
-def test_places_are_evenly_spread() -> None:
+def test_positions_are_uniform() -> None:
     first = np.concatenate([Sampler(10, seed=0).indices(10 * epoch, 1) for epoch in range(4000)])
     counts = np.bincount(first, minlength=10)
     assert ((counts - 400) ** 2 / 400).sum() < 28  # chi-squared, 9 degrees of freedom: one in a thousand
@@ -138,7 +138,7 @@ def test_few_blocks_are_read_at_any_time() -> None:
 
 
 @pytest.mark.usefixtures("small_windows")
-def test_blocks_meet_others_in_other_epochs() -> None:
+def test_windows_hold_other_blocks_in_other_epochs() -> None:
     sampler = Sampler(640, seed=0, blocks=(10,) * 64)
     together = [frozenset((sampler.indices(640 * e, 40) // 10).tolist()) for e in range(20)]
     assert len(set(together)) > 15
@@ -148,12 +148,12 @@ def test_blocks_meet_others_in_other_epochs() -> None:
 
 
 @given(size=sizes, key=seeds)
-def test_shuffled_each_is_a_permutation_for_each_key(size: int, key: int) -> None:
+def test_permute_each_is_a_permutation_for_each_seed(size: int, key: int) -> None:
     places, keys = np.arange(size), np.full(size, sample_seeds(key, 0, [0])[0])
     assert sorted(permute_each(places, np.full(size, size), keys)) == list(range(size))
 
 
-def test_shuffled_each_mixes_sizes() -> None:
+def test_permute_each_accepts_mixed_sizes() -> None:
     expected = np.repeat([1, 2, 3, 64, 65, 1000], 50)
     at = np.arange(300) % expected
     got = permute_each(at, expected, sample_seeds(0, 0, np.arange(300)))
@@ -174,7 +174,7 @@ def test_no_images_is_an_error() -> None:
         Sampler(6, seed=0, blocks=(2, 3))
 
 
-def test_balancing_needs_one_label_an_image() -> None:
+def test_balanced_needs_one_label_per_image() -> None:
     with pytest.raises(ConfigError, match="one label for each image"):
         Sampler(5, seed=0, mode="balanced")
     with pytest.raises(ConfigError, match="one label for each image"):

@@ -95,7 +95,7 @@ def test_gray_and_color_become_each_other(photo: np.ndarray, mode: str, channels
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_the_part_is_taken_of_the_upright_image(large: Image.Image, orientation: int) -> None:
+def test_crop_is_taken_after_exif_orientation(large: Image.Image, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     image = encoded(large.resize((160, 107)), "JPEG", exif=exif)
@@ -182,7 +182,7 @@ def test_resizing_takes_any_number_of_channels(channels: int) -> None:
         assert distance(out[:, :, c], np.asarray(expected)) <= 1
 
 
-def test_resizing_leaves_what_it_is_given_alone() -> None:
+def test_resizing_does_not_modify_its_input() -> None:
     part = np.random.default_rng(0).integers(0, 256, (30, 30, 3), np.uint8)
     part.flags.writeable = False
     out = np.zeros((2, 20, 20, 3), np.uint8)

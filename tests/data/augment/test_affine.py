@@ -30,7 +30,7 @@ def as_tensor(matrices: Matrices) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MATRICES)
-def test_every_pixel_is_what_scipy_interpolates(images: Tensor, name: str):
+def test_affine_equals_scipys_interpolation(images: Tensor, name: str):
     ours = affine(images, as_tensor(MATRICES[name]), FILL)
     y, x = np.mgrid[:40, :56] + 0.5
     for photo, matrix, got in zip(images, MATRICES[name], ours, strict=True):
@@ -42,7 +42,7 @@ def test_every_pixel_is_what_scipy_interpolates(images: Tensor, name: str):
 
 
 @pytest.mark.parametrize("name", MATRICES)
-def test_inside_it_is_pillows_transform(photos: Tensor, name: str):
+def test_affine_equals_pillows_transform_inside_the_image(photos: Tensor, name: str):
     ours = affine(photos / 255, as_tensor(MATRICES[name]), FILL)
     for photo, matrix, got in zip(photos, MATRICES[name], ours, strict=True):
         image = Image.fromarray(photo.permute(1, 2, 0).numpy())
@@ -54,7 +54,7 @@ def test_inside_it_is_pillows_transform(photos: Tensor, name: str):
         assert gap.max() < 1.1 / 255  # Pillow cuts off what is between two levels
 
 
-def test_a_rotation_is_pillows_against_the_clock(photos: Tensor):
+def test_rotation_is_counterclockwise_as_pillows(photos: Tensor):
     degrees = np.full(16, 20.0)
     ours = affine(photos / 255, as_tensor(rotation(degrees, SIZE)), torch.zeros(3, 1, 1))
     expected = np.asarray(Image.fromarray(photos[0].permute(1, 2, 0).numpy()).rotate(20, Image.Resampling.BILINEAR))
@@ -62,11 +62,11 @@ def test_a_rotation_is_pillows_against_the_clock(photos: Tensor):
     assert np.abs(ours[0].permute(1, 2, 0).numpy() - expected / 255.0)[middle].max() < 1.1 / 255
 
 
-def test_the_identity_changes_nothing(images: Tensor):
+def test_identity_changes_nothing(images: Tensor):
     torch.testing.assert_close(affine(images, as_tensor(identity(16)), FILL), images, rtol=0, atol=1e-5)
 
 
-def test_what_lies_outside_has_the_fills_color(images: Tensor):
+def test_pixels_from_outside_have_the_fill_color(images: Tensor):
     moved = affine(images, as_tensor(translation(np.full(16, 100.0), none)), FILL)
     torch.testing.assert_close(moved, FILL.expand_as(moved), rtol=0, atol=1e-6)
 

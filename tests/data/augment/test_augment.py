@@ -70,7 +70,7 @@ def augmentation(
     )
 
 
-def test_with_everything_off_it_is_the_preprocessing_to_the_bit(photos: Tensor):
+def test_disabled_augmentation_equals_preprocessing_to_the_bit(photos: Tensor):
     images, targets = augmentation(crop="none", flip=0.0)(batch_of(photos))
     expected = Preprocess(PreprocessConfig(image_size=(40, 56), **IMAGENET)).normalize(photos)
     assert torch.equal(images, expected)
@@ -79,7 +79,7 @@ def test_with_everything_off_it_is_the_preprocessing_to_the_bit(photos: Tensor):
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("channels", [1, 3])
-def test_every_setting_gives_float32_of_the_networks_size(photos: Tensor, name: str, channels: int):
+def test_every_setting_gives_float32_of_the_models_size(photos: Tensor, name: str, channels: int):
     settings = SETTINGS[name]
     size = (40, 56) if settings.get("crop") == "pad" else (32, 24)
     images, targets = augmentation(size, channels=channels, **settings)(batch_of(photos[:, :channels]))
@@ -90,12 +90,12 @@ def test_every_setting_gives_float32_of_the_networks_size(photos: Tensor, name: 
     assert targets.dtype == (torch.float32 if name == "everything" else torch.int64)
 
 
-def test_images_that_were_never_rounded_are_welcome(photos: Tensor):
+def test_float_images_are_accepted(photos: Tensor):
     same, expected = (augmentation(**EVERYTHING)(batch_of(p)) for p in (photos.to(torch.float32), photos))
     torch.testing.assert_close(same, expected, rtol=0, atol=1e-5)
 
 
-def test_images_may_lie_in_memory_pixel_by_pixel(photos: Tensor):
+def test_channels_last_images_give_the_same_result(photos: Tensor):
     expected, _ = augmentation(**EVERYTHING)(batch_of(photos))
     images, _ = augmentation(**EVERYTHING)(batch_of(photos.contiguous(memory_format=torch.channels_last)))
     assert torch.equal(images, expected)
@@ -111,7 +111,7 @@ def test_the_batch_is_unchanged(photos: Tensor, name: str):
         assert torch.equal(pixels, original)
 
 
-def test_the_same_step_again_is_the_same_and_another_step_or_seed_is_not(photos: Tensor):
+def test_result_is_a_function_of_step_and_seed(photos: Tensor):
     augment = augmentation(**EVERYTHING)
     images, targets = augment(batch_of(photos, step=3))
     again = augmentation(**EVERYTHING)(batch_of(photos, step=3))
@@ -124,7 +124,7 @@ def test_the_same_step_again_is_the_same_and_another_step_or_seed_is_not(photos:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_an_image_has_the_same_bits_in_any_batch(photos: Tensor, name: str):
-    """What happens to an image by itself depends on its slot, not on who else is there."""
+    """Augmentation of an image, without mixing, depends on its slot and not on the other images."""
     settings = SETTINGS[name] | {"mixup": 0.0, "cutmix": 0.0}
     augment, batch = augmentation(**settings), batch_of(photos)
     together, _ = augment(batch)
@@ -132,7 +132,7 @@ def test_an_image_has_the_same_bits_in_any_batch(photos: Tensor, name: str):
         assert torch.equal(augment(rows(batch, which))[0], together[which])
 
 
-def test_the_device_takes_the_part_that_a_worker_would(photos: Tensor):
+def test_device_crops_the_same_box_as_a_worker(photos: Tensor):
     images, _ = augmentation((32, 32), flip=0.0)(batch_of(photos, step=5))
     config = AugmentConfig()
     boxes = crop_boxes(rng.sample_seeds(1, 5, np.arange(16)), np.tile((40, 56), (16, 1)), config.scale, config.ratio)
@@ -143,7 +143,7 @@ def test_the_device_takes_the_part_that_a_worker_would(photos: Tensor):
         torch.testing.assert_close(got, (expected - mean) / std, rtol=0, atol=5e-5)
 
 
-def test_what_a_worker_has_cropped_is_not_cropped_again(photos: Tensor):
+def test_cropped_images_are_not_cropped_again(photos: Tensor):
     config, preprocess = AugmentConfig(flip=0.0), PreprocessConfig(image_size=(40, 56))
     augment = Augment(
         config, preprocess=preprocess, image_size=(40, 56), num_classes=7, batch_size=16, seed=1, cropped=True
@@ -151,7 +151,7 @@ def test_what_a_worker_has_cropped_is_not_cropped_again(photos: Tensor):
     assert torch.equal(augment(batch_of(photos))[0], Preprocess(preprocess).normalize(photos))
 
 
-def test_an_image_is_mixed_alike_in_any_order(photos: Tensor):
+def test_mixing_does_not_depend_on_the_order_of_rows(photos: Tensor):
     augment, batch = augmentation(**EVERYTHING), batch_of(photos)
     images, targets = augment(batch)
     order = torch.randperm(16)
@@ -162,7 +162,7 @@ def test_an_image_is_mixed_alike_in_any_order(photos: Tensor):
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("multi_label", [False, True])
-def test_many_processes_compute_what_one_does(photos: Tensor, world: int, multi_label: bool):
+def test_result_does_not_depend_on_the_number_of_processes(photos: Tensor, world: int, multi_label: bool):
     """Each with its own part of the batch and nothing else."""
     batch = batch_of(photos, multi_label=multi_label)
     batch = replace(batch, weights=(torch.arange(16) % 5 != 0).float())
@@ -191,7 +191,7 @@ def test_multi_label_targets_are_mixed_too(photos: Tensor):
     torch.testing.assert_close(images, plain * keep + plain[partners] * (1 - keep), rtol=0, atol=1e-5)
 
 
-def test_an_image_that_could_not_be_read_is_mixed_into_none(photos: Tensor):
+def test_unreadable_image_is_not_mixed_into_others(photos: Tensor):
     bad = torch.arange(16) % 3 == 0
     batch = replace(batch_of(photos), weights=(~bad).float())
     settings = {"crop": "none", "flip": 0.0, "mixup": 1.0, "cutmix": 1.0}
@@ -207,7 +207,7 @@ def test_an_image_that_could_not_be_read_is_mixed_into_none(photos: Tensor):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_it_can_be_traced_whole(photos: Tensor, name: str):
+def test_augmentation_traces_without_graph_breaks(photos: Tensor, name: str):
     """fullgraph: no step depends on values, so a GPU is never waited for; the graph computes the same."""
     torch._dynamo.reset()
     settings = SETTINGS[name]
@@ -222,7 +222,7 @@ def test_it_can_be_traced_whole(photos: Tensor, name: str):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_cache_of_any_size_gives_the_same_bits(photos: Tensor, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_cache_size_does_not_change_the_bits(photos: Tensor, name: str, monkeypatch: pytest.MonkeyPatch):
     found = []
     for size in (1, 100_000, 1 << 30):
         monkeypatch.setattr(compose, "CACHE_BYTES", size)
@@ -232,14 +232,14 @@ def test_a_cache_of_any_size_gives_the_same_bits(photos: Tensor, name: str, monk
         assert torch.equal(targets, found[0][1])
 
 
-def test_what_is_given_is_not_written_to(photos: Tensor):
+def test_input_is_not_modified(photos: Tensor):
     for given in (photos, photos.to(torch.float32)):
         before = given.clone()
         augmentation(crop="none", flip=1.0)(batch_of(given))
         assert torch.equal(given, before)
 
 
-def test_at_the_end_of_a_run_images_stay_whole(photos: Tensor):
+def test_mix_off_disables_mixing_at_the_end_of_a_run(photos: Tensor):
     mixes = {"mixup": 0.8, "cutmix": 1.0}
     ends, whole = augmentation(mix_until_step=5, **mixes), augmentation()
     for step in (4, 5, 6):
@@ -251,7 +251,7 @@ def test_at_the_end_of_a_run_images_stay_whole(photos: Tensor):
 
 
 @pytest.mark.slow
-def test_compiled_it_is_the_same_but_for_rounding(photos: Tensor):
+def test_compiled_augmentation_is_equal_up_to_rounding(photos: Tensor):
     settings = EVERYTHING
     compiled, plain = augmentation(compile=True, **settings), augmentation(**settings)
     for step in range(2):
@@ -285,7 +285,7 @@ def _differ(ours: Tensor, expected: Tensor) -> Tensor:
     return (ours - expected).abs().amax(dim=(1, 2, 3)) > 1e-3
 
 
-def test_only_where_an_image_is_equalized_or_posterized_does_rounding_show(photos: Tensor, monkeypatch):
+def test_rounding_is_visible_only_in_equalized_or_posterized_images(photos: Tensor, monkeypatch):
     plain, batch = augmentation(**EVERYTHING), batch_of(photos)
     same = _rounded_otherwise(plain, batch, monkeypatch, noise=torch.zeros_like)
     assert not _differ(same, plain(batch)[0]).any()
@@ -297,7 +297,7 @@ def test_only_where_an_image_is_equalized_or_posterized_does_rounding_show(photo
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_gpu_computes_the_same_and_is_never_waited_for(photos: Tensor, name: str, compile: bool, monkeypatch):
+def test_gpu_gives_the_same_result_without_synchronization(photos: Tensor, name: str, compile: bool, monkeypatch):
     augment, plain = augmentation(compile=compile, **SETTINGS[name]), augmentation(**SETTINGS[name])
     for step in range(3):
         batch = batch_of(photos, step)
@@ -323,18 +323,18 @@ def test_images_of_the_wrong_size_are_refused(photos: Tensor):
 
 
 @pytest.mark.parametrize("slots", [range(6), range(2, 10), [0, 1, 2, 3, 8, 9, 10, 11]])
-def test_a_part_that_is_no_whole_groups_is_refused(photos: Tensor, slots: range | list[int]):
+def test_slots_that_are_not_complete_groups_are_refused(photos: Tensor, slots: range | list[int]):
     part = rows(batch_of(photos), torch.tensor(list(slots)))
     with pytest.raises(DataError, match=r"of 16 images of a batch, expected whole groups of 8 to mix; try .*="):
         augmentation(mixup=0.8)(part)
 
 
-def test_more_border_than_image_is_refused():
+def test_shift_larger_than_the_image_is_refused():
     with pytest.raises(ConfigError, match="pad=8, expected less than the side of 8 x 8 images"):
         augmentation((8, 8), crop="pad", pad=8)
 
 
 @pytest.mark.parametrize("settings", [{"color_jitter": (0.4, 0.4, 0.4, 0.1)}, {"policy": "three"}, {"policy": "rand"}])
-def test_colors_need_colors(settings: dict):
+def test_color_operations_need_three_channels(settings: dict):
     with pytest.raises(ConfigError, match="not 4 channels"):
         augmentation(channels=4, **settings)

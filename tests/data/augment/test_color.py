@@ -52,7 +52,7 @@ ENHANCED = [
 
 
 @pytest.mark.parametrize(("change", "enhance"), [(change, enhance) for change, enhance, _ in ENHANCED])
-def test_enhancements_are_pillows(images: Tensor, change, enhance):
+def test_enhancements_equal_pillows(images: Tensor, change, enhance):
     factors = amounts(len(images), 0.1, 1.9)
     # Against the mean gray: Pillow rounds that too. Sharper: what is softer is rounded first.
     allowed = {color.contrast: 1.5, color.sharpness: 2, color.saturation: 1.5}.get(change, 1) * LEVEL + 1e-5
@@ -61,7 +61,7 @@ def test_enhancements_are_pillows(images: Tensor, change, enhance):
 
 @pytest.mark.peer
 @pytest.mark.parametrize(("change", "name"), [(change, name) for change, _, name in ENHANCED])
-def test_enhancements_are_torchvisions_without_rounding(images: Tensor, change, name: str):
+def test_enhancements_equal_torchvisions_without_rounding(images: Tensor, change, name: str):
     peer = getattr(import_peer("torchvision.transforms.v2.functional"), name)
     factors = amounts(len(images), 0.0, 2.0)
     expected = torch.stack([peer(image, float(factor)) for image, factor in zip(images, factors, strict=True)])
@@ -69,21 +69,21 @@ def test_enhancements_are_torchvisions_without_rounding(images: Tensor, change, 
 
 
 @pytest.mark.peer
-def test_hue_is_torchvisions(images: Tensor):
+def test_hue_equals_torchvisions(images: Tensor):
     peer = import_peer("torchvision.transforms.v2.functional").adjust_hue
     turns = amounts(len(images), -0.5, 0.5)
     expected = torch.stack([peer(image, float(turn)) for image, turn in zip(images, turns, strict=True)])
     torch.testing.assert_close(color.hue(images, turns), expected, rtol=0, atol=1e-5)
 
 
-def test_hue_turns_pure_colors_into_each_other():
+def test_hue_rotates_pure_colors():
     red, green, blue, white = torch.eye(3)[0], torch.eye(3)[1], torch.eye(3)[2], torch.ones(3)
     images = torch.stack([red, green, blue, white])[:, :, None, None]
     turned = color.hue(images, torch.full((4,), 1 / 3))[..., 0, 0]
     torch.testing.assert_close(turned, torch.stack([green, blue, red, white]), rtol=0, atol=1e-6)
 
 
-def test_hue_comes_back_after_a_whole_turn(images: Tensor):
+def test_full_hue_rotation_is_the_identity(images: Tensor):
     half = torch.full((len(images),), 0.5)
     torch.testing.assert_close(color.hue(color.hue(images, half), half), images, rtol=0, atol=1e-5)
 
@@ -100,35 +100,35 @@ def test_hue_comes_back_after_a_whole_turn(images: Tensor):
     ],
     ids=["solarize", "posterize", "equalize", "invert", "gray", "auto-contrast"],
 )
-def test_changes_of_levels_are_pillows(images: Tensor, change, reference, numbers: Tensor, request):
+def test_level_operations_equal_pillows(images: Tensor, change, reference, numbers: Tensor, request):
     cut_off = LEVEL if request.node.callspec.id in ("gray", "auto-contrast") else 0
     assert farthest(change(images, numbers), images, reference, numbers) < cut_off + 1e-5
 
 
-def test_no_bits_kept_is_black(images: Tensor):
+def test_posterize_to_zero_bits_is_black(images: Tensor):
     assert not color.posterize(images, torch.zeros(len(images))).any()
 
 
 @pytest.mark.peer
-def test_solarize_add_is_timms(images: Tensor):
+def test_solarize_add_equals_timms(images: Tensor):
     peer = import_peer("timm.data.auto_augment").solarize_add
     levels = torch.arange(16.0) * 7
     assert farthest(color.solarize_add(images, levels), images, lambda i, n: peer(i, int(n)), levels) < 1e-5
 
 
-def test_equalize_keeps_images_of_one_level_and_of_few_pixels():
+def test_equalize_leaves_images_of_one_level_or_few_pixels_unchanged():
     flat = torch.full((1, 3, 30, 30), 77 / 255)
     torch.testing.assert_close(color.equalize(flat), flat, rtol=0, atol=1e-6)
     small = (torch.arange(48.0) / 255).view(1, 3, 4, 4)  # fewer pixels than levels
     torch.testing.assert_close(color.equalize(small), small, rtol=0, atol=1e-6)
 
 
-def test_auto_contrast_keeps_flat_channels():
+def test_auto_contrast_leaves_constant_channels_unchanged():
     flat = torch.full((1, 3, 5, 5), 0.3)
     torch.testing.assert_close(color.auto_contrast(flat), flat, rtol=0, atol=0)
 
 
-def test_blur_is_a_gaussian_cut_off_at_its_reach(images: Tensor):
+def test_blur_is_a_truncated_gaussian(images: Tensor):
     deviations = np.linspace(0.1, 2, len(images))
     ours = color.blur(images, torch.from_numpy(gaussian_weights(deviations, 6))).numpy()
     for image, deviation, got in zip(images.numpy(), deviations, ours, strict=True):
@@ -136,7 +136,7 @@ def test_blur_is_a_gaussian_cut_off_at_its_reach(images: Tensor):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
 
 
-def test_blur_is_near_pillows_which_is_made_of_boxes(images: Tensor):
+def test_blur_is_close_to_pillows_box_approximation(images: Tensor):
     deviations = np.linspace(0.1, 2, len(images))
     ours = color.blur(images, torch.from_numpy(gaussian_weights(deviations, 6)))
     expected = torch.stack(
@@ -149,7 +149,7 @@ def test_blur_is_near_pillows_which_is_made_of_boxes(images: Tensor):
     assert (ours - expected).abs().max() < 8 * LEVEL
 
 
-def test_gray_images_have_no_colors_to_change(images: Tensor):
+def test_color_operations_leave_gray_images_unchanged(images: Tensor):
     one = images[:, :1]
     for change in (color.saturation, color.hue):
         torch.testing.assert_close(change(one, torch.full((16,), 0.4)), one, rtol=0, atol=0)
@@ -160,7 +160,7 @@ def test_gray_images_have_no_colors_to_change(images: Tensor):
     assert farthest(color.equalize(one), one, lambda i, _: ImageOps.equalize(i), factors) < 1e-5
 
 
-def test_images_of_two_pixels_can_be_sharpened():
+def test_sharpness_accepts_images_of_two_pixels():
     tiny = torch.rand(2, 3, 2, 2)
     torch.testing.assert_close(color.sharpness(tiny, torch.tensor([0.0, 2.0])), tiny)
 
@@ -203,7 +203,7 @@ def test_an_image_has_the_same_bits_in_any_batch(images: Tensor, name: str, thre
 
 
 @pytest.mark.parametrize("name", OPERATIONS_TMP)
-def test_changes_leave_their_input_alone(images: Tensor, name: str):
+def test_operations_do_not_modify_their_input(images: Tensor, name: str):
     original = images.clone()
     OPERATIONS_TMP[name](images, amounts(len(images), 0.3, 1.2))
     assert torch.equal(images, original)

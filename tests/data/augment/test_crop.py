@@ -53,7 +53,7 @@ def slow_box(key: np.uint64, height: int, width: int, scale, ratio) -> tuple[int
     st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)),
     st.tuples(st.floats(0.5, 2), st.floats(0.5, 2)),
 )
-def test_a_crop_is_torchvisions_loop_and_lies_in_its_image(sizes: list, scale: tuple, ratio: tuple):
+def test_crop_box_equals_torchvisions_loop_and_is_inside_the_image(sizes: list, scale: tuple, ratio: tuple):
     scale, ratio = tuple(sorted(scale)), tuple(sorted(ratio))
     params = crop_boxes(seeds(len(sizes)), sizes, scale, ratio)
     slow = [slow_box(key, *size, scale, ratio) for key, size in zip(seeds(len(sizes)), sizes, strict=True)]
@@ -66,7 +66,7 @@ def test_a_crop_is_torchvisions_loop_and_lies_in_its_image(sizes: list, scale: t
 
 @pytest.mark.peer
 @pytest.mark.parametrize("size", [(256, 341), (32, 32), (400, 150)])
-def test_crops_are_distributed_as_torchvisions(size: tuple[int, int]):
+def test_crop_boxes_are_distributed_as_torchvisions(size: tuple[int, int]):
     peer = import_peer("torchvision.transforms").RandomResizedCrop
     ours = boxes_of(size, 4000)
     theirs = np.array([peer.get_params(torch.empty(1, *size), SCALE, RATIO) for _ in range(4000)])
@@ -80,11 +80,11 @@ def test_crops_are_distributed_as_torchvisions(size: tuple[int, int]):
         assert stats.ks_2samp(measure(ours) + jitter[0], measure(theirs) + jitter[1]).pvalue > UNLIKELY
 
 
-def test_an_image_too_long_is_cropped_in_its_middle():
+def test_image_of_extreme_aspect_ratio_is_center_cropped():
     assert {tuple(box) for box in boxes_of((20, 2000), 500)} == {(0, 986, 20, 27)}
 
 
-def test_a_crop_depends_on_its_own_seed_alone():
+def test_crop_box_depends_only_on_its_seed():
     together = crop_boxes(seeds(50), np.tile((60, 80), (50, 1)), SCALE, RATIO)
     alone = np.concatenate([crop_boxes(seeds(50)[i : i + 1], [(60, 80)], SCALE, RATIO) for i in range(50)])
     np.testing.assert_array_equal(together, alone)
@@ -92,7 +92,7 @@ def test_a_crop_depends_on_its_own_seed_alone():
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", [(40, 56), (16, 16), (7, 91), (64, 80)])
-def test_a_resized_crop_is_torchs_resize_of_the_part(images: Tensor, interpolation, size: tuple[int, int]):
+def test_resized_crop_equals_torchs_resize_of_the_part(images: Tensor, interpolation, size: tuple[int, int]):
     boxes = boxes_of((40, 56), len(images))
     ours = resized_crop(images, torch.from_numpy(boxes), size, interpolation)
     for photo, (top, left, h, w), got in zip(images, boxes, ours, strict=True):
@@ -102,7 +102,7 @@ def test_a_resized_crop_is_torchs_resize_of_the_part(images: Tensor, interpolati
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_a_resized_crop_is_pillows_but_for_its_rounding(photos: Tensor, interpolation):
+def test_resized_crop_equals_pillows_up_to_rounding(photos: Tensor, interpolation):
     boxes = boxes_of((40, 56), len(photos))
     ours = resized_crop(photos, torch.from_numpy(boxes), (32, 32), interpolation)
     assert ours.dtype == torch.float32
@@ -113,7 +113,7 @@ def test_a_resized_crop_is_pillows_but_for_its_rounding(photos: Tensor, interpol
 
 
 @pytest.mark.parametrize("pad", [1, 4])
-def test_a_shift_is_a_crop_of_the_mirrored_image(photos: Tensor, pad: int):
+def test_shift_is_a_crop_of_the_reflection_padded_image(photos: Tensor, pad: int):
     by = sample_shifts(seeds(len(photos)), pad)
     ours = shift(photos, torch.from_numpy(by)).numpy()
     for photo, (down, right), got in zip(photos.numpy(), by, ours, strict=True):
@@ -122,14 +122,14 @@ def test_a_shift_is_a_crop_of_the_mirrored_image(photos: Tensor, pad: int):
         np.testing.assert_array_equal(got, expected)
 
 
-def test_shifts_are_alike_in_both_directions():
+def test_shifts_are_uniform_in_both_directions():
     by = sample_shifts(seeds(20_000), 4)
     counts = np.histogram2d(by[:, 0], by[:, 1], bins=9, range=[[-4.5, 4.5]] * 2)[0]
     assert counts.sum() == 20_000
     assert stats.chisquare(counts.ravel()).pvalue > UNLIKELY
 
 
-def test_as_many_are_mirrored_as_asked_for(images: Tensor):
+def test_flips_have_the_requested_probability(images: Tensor):
     assert not sample_flips(seeds(1000), 0.0).any()
     assert sample_flips(seeds(1000), 1.0).all()
     assert stats.binomtest(int(sample_flips(seeds(20_000), 0.3).sum()), 20_000, 0.3).pvalue > UNLIKELY

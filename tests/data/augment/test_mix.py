@@ -53,12 +53,12 @@ def test_partners_are_one_cycle_through_each_group(batch: int, size: int, step: 
         assert sorted(seen) == members.tolist()
 
 
-def test_one_image_alone_is_its_own_partner():
+def test_single_image_is_its_own_partner():
     assert partners(1, 8).tolist() == [0]
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(2, 9), st.integers(0, 1000), st.integers(1, 3))
-def test_each_process_draws_what_one_process_does(world: int, groups: int, size: int, step: int, repeats: int):
+def test_partners_do_not_depend_on_the_number_of_processes(world: int, groups: int, size: int, step: int, repeats: int):
     batch, prob = world * groups * size, groups * size
     alone = partners(batch, size, step=step, repeats=repeats)
     for rank in range(world):
@@ -67,7 +67,7 @@ def test_each_process_draws_what_one_process_does(world: int, groups: int, size:
         np.testing.assert_array_equal(slots[mine], alone[slots])
 
 
-def test_partners_change_with_step_and_seed_and_every_other_one_of_the_group_is_equally_likely():
+def test_partners_change_with_step_and_seed_and_are_uniform_in_the_group():
     assert not np.array_equal(partners(64, 8, step=1), partners(64, 8, step=2))
     assert not np.array_equal(partners(64, 8, step=1), partners(64, 8, seed=1, step=1))
     np.testing.assert_array_equal(partners(64, 8, step=1), partners(64, 8, step=1))
@@ -77,14 +77,14 @@ def test_partners_change_with_step_and_seed_and_every_other_one_of_the_group_is_
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 4])
-def test_a_repeated_image_is_not_mixed_with_its_own_copies(repeats: int):
+def test_repeated_image_is_not_mixed_with_its_copies(repeats: int):
     for step in range(50):
         found, image = partners(64, 8, step=step, repeats=repeats), (step * 64 + np.arange(64)) // repeats
         assert not (image[found] == image).any()
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0, 4.0])
-def test_shares_are_beta_distributed(alpha: float):
+def test_mixing_weights_are_beta_distributed(alpha: float):
     params = MixupCutMix(alpha, 0.0, 1.0, SIZE).draw(seeds(20_000))
     assert stats.kstest(params["lam"].astype(np.float64), stats.beta(alpha, alpha).cdf).pvalue > UNLIKELY
     assert not params["cut"].any()
@@ -103,7 +103,7 @@ def test_mixup_and_cutmix_have_the_requested_probabilities():
     assert np.all(alone["cut"] == 1)
 
 
-def test_cut_boxes_are_the_papers():
+def test_cutmix_boxes_are_distributed_as_in_the_paper():
     params = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(seeds(5000))
     draws = rng.uniform_np(seeds(5000), rng.stream_id("mix"), 5).astype(np.float64)
     for (top, left, height, width), draw, lam in zip(params["boxes"], draws, params["lam"], strict=True):
@@ -117,7 +117,7 @@ def test_cut_boxes_are_the_papers():
         assert lam == np.float32(1 - height * width / (40 * 56))
 
 
-def test_images_are_mixed_by_their_shares(images: Tensor):
+def test_images_are_mixed_by_their_weights(images: Tensor):
     params = MixupCutMix(0.8, 1.0, 0.8, SIZE).draw(seeds(16))
     partners = images.roll(1, 0)
     ours = mix_images(images, partners, torch.ones(16, dtype=torch.bool), on_cpu(params))
@@ -138,7 +138,7 @@ def test_images_are_mixed_by_their_shares(images: Tensor):
     assert kinds == {"cut", "blend", "none"}
 
 
-def test_the_label_has_exactly_the_pixels_share():
+def test_label_weight_equals_the_fraction_of_pixels():
     params = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(seeds(200))
     images, readable = torch.ones(200, 1, 40, 56), torch.ones(200, dtype=torch.bool)
     kept = mix_images(images, 0 * images, readable, on_cpu(params)).mean((1, 2, 3))
@@ -149,7 +149,7 @@ def test_the_label_has_exactly_the_pixels_share():
     torch.testing.assert_close(labels.sum(1), torch.ones(200), rtol=0, atol=1e-6)
 
 
-def test_an_unreadable_partner_leaves_no_trace(images: Tensor):
+def test_unreadable_partner_is_not_mixed_in(images: Tensor):
     params = on_cpu(MixupCutMix(0.8, 1.0, 1.0, SIZE).draw(seeds(16)))
     dead = torch.zeros(16, dtype=torch.bool)
     targets = one_hot(torch.arange(16), 16)
@@ -157,5 +157,5 @@ def test_an_unreadable_partner_leaves_no_trace(images: Tensor):
     assert torch.equal(mix_targets(targets, targets.roll(1, 0), dead, params), targets)
 
 
-def test_no_label_is_a_row_of_zeros():
+def test_one_hot_row_of_an_unlabeled_image_is_zero():
     assert one_hot(torch.tensor([2, -1]), 3).tolist() == [[0, 0, 1], [0, 0, 0]]

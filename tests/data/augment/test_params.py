@@ -19,7 +19,7 @@ tensors = st.builds(
 
 
 @given(st.lists(tensors, max_size=8))
-def test_what_is_packed_comes_out_as_it_was(tensors: list[torch.Tensor]):
+def test_packed_parameters_are_unpacked_unchanged(tensors: list[torch.Tensor]):
     parcel = _pack(tensors, pinned=False)
     out = _unpack(parcel, tensors)
     assert [t.dtype for t in out] == [t.dtype for t in tensors]
@@ -27,7 +27,7 @@ def test_what_is_packed_comes_out_as_it_was(tensors: list[torch.Tensor]):
     assert all((t.data_ptr() - parcel.data_ptr()) % ALIGNMENT == 0 for t in out if t.numel())
 
 
-def test_bools_become_numbers_unless_shapes_must_be_static():
+def test_masks_become_indices_unless_shapes_are_static():
     params = {"part": {"which": np.array([True, False, True]), "amount": np.array([1, 2, 3], np.float32)}}
     some = to_device(params, torch.device("cpu"), static_shapes=False)["part"]
     assert some["which"].tolist() == [0, 2]
@@ -36,7 +36,7 @@ def test_bools_become_numbers_unless_shapes_must_be_static():
     assert everything["which"].tolist() == [True, False, True]
 
 
-def test_only_those_meant_are_changed_by_their_own_numbers():
+def test_operation_is_applied_to_the_selected_images_with_their_parameters():
     images, amounts = torch.arange(3.0).view(3, 1, 1, 1), torch.tensor([10.0, 20.0, 30.0])
     add = lambda some, amount: some + amount[:, None, None, None]  # noqa: E731
     for mask, expected in (([True, False, True], [10, 1, 32]), ([False] * 3, [0, 1, 2]), ([True] * 3, [10, 21, 32])):
@@ -45,7 +45,7 @@ def test_only_those_meant_are_changed_by_their_own_numbers():
             assert apply_to_subset(form, images.clone(), add, amounts).flatten().tolist() == expected
 
 
-def test_one_number_that_stands_for_many_is_packed_too():
+def test_broadcast_arrays_are_packed():
     """The mean of a gray image's one channel: contiguous to NumPy and torch, with a stride of 0."""
     one = torch.tensor(0.5).expand(1)
     assert one.is_contiguous()

@@ -40,7 +40,7 @@ def uniform_between(values: np.ndarray, low: float, high: float) -> bool:
 # Color jitter.
 
 
-def test_jitter_draws_factors_uniformly():
+def test_color_jitter_factors_are_uniform():
     params = ColorJitter((0.4, 1.5, 0.2, 0.1)).draw(seeds(20_000))
     assert uniform_between(params["brightness"], 0.6, 1.4)
     assert uniform_between(params["contrast"], 0.0, 2.5)
@@ -48,7 +48,7 @@ def test_jitter_draws_factors_uniformly():
     assert uniform_between(params["hue"], -0.1, 0.1)
 
 
-def test_jitter_has_every_order_alike():
+def test_color_jitter_orders_are_equally_likely():
     params = ColorJitter((0.4, 0.4, 0.4, 0.1)).draw(seeds(24_000))
     places = np.stack(
         [np.stack([params[f"{name} {place}"] for name in JITTER_OPERATIONS]) for place in range(4)]
@@ -61,7 +61,7 @@ def test_jitter_has_every_order_alike():
 
 
 @pytest.mark.parametrize("strengths", [(0.4, 0.4, 0.4, 0.1), (0.3, 0.3, 0.3, 0.0), (0.0, 0.5, 0.0, 0.0)])
-def test_jitter_does_one_change_after_the_other(images: Tensor, strengths):
+def test_color_jitter_applies_operations_in_the_drawn_order(images: Tensor, strengths):
     jitter = ColorJitter(strengths)
     params = jitter.draw(seeds(len(images)))
     ours = jitter.apply(images.clone(), on_cpu(params))
@@ -78,7 +78,7 @@ def test_jitter_does_one_change_after_the_other(images: Tensor, strengths):
 # 3-Augment.
 
 
-def test_three_has_its_kinds_alike_and_deits_blur():
+def test_three_augment_operations_are_equally_likely_and_blur_is_deits():
     params = ThreeAugment().draw(seeds(30_000))
     kinds = np.stack([params[name] for name in ("gray", "solarize", "blur")])
     assert np.all(kinds.sum(0) == 1)
@@ -91,7 +91,7 @@ def test_three_has_its_kinds_alike_and_deits_blur():
     np.testing.assert_allclose(params["weights"][:, 0] + 2 * params["weights"][:, 1:].sum(1), 1, rtol=0, atol=1e-6)
 
 
-def test_three_does_to_each_image_what_was_drawn(images: Tensor):
+def test_three_augment_applies_the_drawn_operation_to_each_image(images: Tensor):
     three = ThreeAugment()
     params = three.draw(seeds(len(images)))
     ours = three.apply(images.clone(), on_cpu(params))
@@ -128,7 +128,7 @@ TIMM = {
 
 
 @pytest.mark.peer
-def test_the_operations_are_timms():
+def test_rand_augment_has_timms_operations():
     peer = import_peer("timm.data.auto_augment")
     assert set(TIMM) == set(OPERATIONS)
     assert set(TIMM.values()) == set(peer._RAND_INCREASING_TRANSFORMS)
@@ -137,7 +137,9 @@ def test_the_operations_are_timms():
 @pytest.mark.peer
 @pytest.mark.parametrize("magnitude", [0.0, 4.0, 9.0, 10.0])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_each_operation_is_timms_at_every_strength(photos: Tensor, name: str, magnitude: float, monkeypatch):
+def test_rand_augment_operations_equal_timms_at_every_magnitude(
+    photos: Tensor, name: str, magnitude: float, monkeypatch
+):
     peer = import_peer("timm.data.auto_augment")
     policy = RandAugment(1, magnitude, 0.0, size=SIZE, fill=MEAN)
     count = len(photos)
@@ -163,7 +165,7 @@ def test_each_operation_is_timms_at_every_strength(photos: Tensor, name: str, ma
         assert gap.max() < (2.1 if name == "sharpness" else 1.6) / 255
 
 
-def test_operations_and_their_signs_are_alike_and_every_other_layer_rests():
+def test_rand_augment_operations_and_signs_are_equally_likely_and_half_are_applied():
     policy = RandAugment(2, 9.0, 0.0, size=SIZE, fill=MEAN)
     params = policy.draw(seeds(30_000))
     for layer in (0, 1):
@@ -186,7 +188,7 @@ def test_operations_and_their_signs_are_alike_and_every_other_layer_rests():
     assert stats.binomtest(int(both.sum()), 30_000, 1 / 900).pvalue > UNLIKELY
 
 
-def test_strength_varies_normally_within_its_range():
+def test_magnitude_is_normal_and_clipped_to_its_range():
     params = RandAugment(1, 9.0, 0.5, size=SIZE, fill=MEAN).draw(seeds(60_000))
     factor = params["amount 0"][params["brightness 0"]].astype(np.float64)
     strength = np.abs(factor - 1) / 0.9 * 10
@@ -202,7 +204,7 @@ def test_strength_varies_normally_within_its_range():
     [ColorJitter((0.4, 0.4, 0.4, 0.1)), ThreeAugment(), RandAugment(3, 9.0, 0.5, size=SIZE, fill=(0.5,))],
     ids=["jitter", "three", "rand"],
 )
-def test_computing_all_or_only_some_gives_the_same_bits(images: Tensor, policy, channels: int):
+def test_static_and_dynamic_shapes_give_the_same_bits(images: Tensor, policy, channels: int):
     photos = images[:, :channels].repeat(4, 1, 1, 1)
     params = policy.draw(seeds(len(photos)))
     some, everything = (

@@ -28,7 +28,7 @@ def erased(images: Tensor, part: RandomErasing, seeds: rng.Seeds, *, static_shap
     return part.apply(images.clone(), params)
 
 
-def test_a_box_is_replaced_and_nothing_else(images: Tensor):
+def test_only_the_box_is_replaced(images: Tensor):
     boxes = torch.tensor([[3, 5, 10, 20], [0, 0, 40, 56], [39, 55, 1, 1], [7, 7, 0, 0]])
     noise = torch.randn(4, 3, 40, 56)
     ours = erase(images[:4], boxes, noise)
@@ -40,7 +40,7 @@ def test_a_box_is_replaced_and_nothing_else(images: Tensor):
     assert torch.equal(ours, expected)
 
 
-def test_as_many_are_erased_as_asked_for():
+def test_erasing_has_the_requested_probability():
     params = RandomErasing(0.25, SCALE, SIZE).draw(seeds(20_000))
     assert stats.binomtest(int(params["which"].sum()), 20_000, 0.25).pvalue > UNLIKELY
 
@@ -65,7 +65,7 @@ def test_boxes_are_distributed_as_torchvisions(size: tuple[int, int]):
         assert stats.ks_2samp(a, b).pvalue > UNLIKELY
 
 
-def test_boxes_lie_inside_and_never_cover_a_whole_side():
+def test_boxes_are_inside_the_image_and_smaller_than_its_sides():
     params = RandomErasing(1.0, (0.02, 1.0), SIZE).draw(seeds(2000))
     top, left, height, width = params["boxes"][params["which"]].T
     assert np.all((top >= 0) & (left >= 0) & (height > 0) & (width > 0))
@@ -73,7 +73,7 @@ def test_boxes_lie_inside_and_never_cover_a_whole_side():
     assert np.all((height < 40) & (width < 56))
 
 
-def test_noise_is_normal_pixel_by_pixel_and_differs_between_images():
+def test_noise_is_normal_per_pixel_and_differs_between_images():
     part = RandomErasing(1.0, SCALE, SIZE)
     blank = torch.full((300, 3, 40, 56), 9.0)
     noise = erased(blank, part, seeds(300))
@@ -86,7 +86,7 @@ def test_noise_is_normal_pixel_by_pixel_and_differs_between_images():
     assert abs(np.corrcoef(red, green)[0, 1]) < 0.02
 
 
-def test_computing_all_or_only_some_gives_the_same_bits(images: Tensor):
+def test_static_and_dynamic_shapes_give_the_same_bits(images: Tensor):
     part = RandomErasing(0.5, SCALE, SIZE)
     some, everything = (erased(images, part, seeds(16), static_shapes=static_shapes) for static_shapes in (False, True))
     assert torch.equal(some, everything)

@@ -257,7 +257,7 @@ def test_the_given_root_precedes_the_cache_which_precedes_the_system_folder(smal
         builtin.find_dataset(entry, str(tmp_path / "nowhere"))
 
 
-def test_another_data_set_with_the_same_layout_is_skipped(small, tmp_path, monkeypatch):
+def test_another_dataset_with_the_same_layout_is_skipped(small, tmp_path, monkeypatch):
     _, digits = small("mnist")
     clothes = dataclasses.replace(CATALOG["fashion-mnist"], split_sizes=COUNTS, digest="0" * 64, base_urls=())
     monkeypatch.setitem(CATALOG, "fashion-mnist", clothes)

@@ -95,7 +95,7 @@ def test_every_url_that_failed_is_named(full, tmp_path):
         get(full, tmp_path, base_urls=[f"{full.url}/moved/", "http://127.0.0.1:9/"])
 
 
-def test_processes_that_want_the_same_file_wait_for_the_first(full, tmp_path):
+def test_processes_that_need_the_same_file_wait_for_the_first(full, tmp_path):
     threads = [threading.Thread(target=get, args=(full, tmp_path)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -138,7 +138,7 @@ def mnist(server, monkeypatch):
     return server
 
 
-def test_a_data_set_is_downloaded_once_and_verified(mnist, cache):
+def test_a_dataset_is_downloaded_once_and_verified(mnist, cache):
     parts = open_source_splits(DataConfig(source="mnist"))
     assert (len(parts.train), len(parts.test), parts.notes) == (20, 10, ())
     assert len(list((cache / "mnist").glob("*.gz"))) == 4

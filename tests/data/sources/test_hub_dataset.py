@@ -161,7 +161,7 @@ def opened(spec, **settings):
 @pytest.mark.parametrize(
     "spec", [f"hf:{REPO}", f"hf:{REPO}@main", f"https://huggingface.co/datasets/{REPO}", f"hf:hf://datasets/{REPO}"]
 )
-def test_a_data_set_is_downloaded_and_opened(animals, png_bytes, spec):
+def test_a_dataset_is_downloaded_and_opened(animals, png_bytes, spec):
     parts = opened(spec)
     assert animals.downloaded() == {n for n in animals.files[MAIN] if n != "notes.zip"}
     assert (len(parts.train), parts.validation, len(parts.test)) == (7, None, 2)

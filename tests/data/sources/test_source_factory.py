@@ -48,7 +48,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch, tmp_path):
     assert parse_source("~/t.csv") == SourceSpec("table", f"{tmp_path}/t.csv")
 
 
-def test_every_data_set_of_the_catalog_is_known_by_its_name():
+def test_every_dataset_of_the_catalog_is_known_by_its_name():
     assert all(canonical_name(name) == name for name in CATALOG)
     assert canonical_name("./mnist") is None
 
