@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 import vitrail
-from vitrail.api.exporting import running
-from vitrail.export.choose import candidates
+from vitrail.api.exporting import with_engine
+from vitrail.export.autotune import candidates
+from vitrail.export.engine_cache import cached_engine
 from vitrail.export.engines import Engine, open_engine
-from vitrail.export.images import samples
-from vitrail.export.kept import kept_engine
+from vitrail.export.sample_images import sample_images
 
 PAUSE = 0.3
 """Seconds before each turn: threads of the one before go on spinning for a while."""
@@ -75,12 +75,12 @@ def main() -> None:
         os.environ["VITRAIL_ENGINES"] = options.cache or folder
         vit = vitrail.load(options.model)
         engines: dict[str, Engine] = {"torch float32": open_engine(vit, device="cpu")}
-        chosen = running(vit, "auto", device="cpu", calibrate=options.calibrate).engine  # type: ignore[attr-defined]
+        chosen = with_engine(vit, "auto", device="cpu", calibrate=options.calibrate).engine  # type: ignore[attr-defined]
         for name, precision in candidates(False):
-            engines[f"{name} {precision}"] = kept_engine(vit.net, vit.info, name, precision)
+            engines[f"{name} {precision}"] = cached_engine(vit.net, vit.info, name, precision)
         engines["auto"] = chosen
         works = {name: engine.logits for name, engine in engines.items()} | {"timm": timm_eager(options.like)}
-        pixels = [vit.preprocess.pixels(image) for image in samples()]
+        pixels = [vit.preprocess.pixels(image) for image in sample_images()]
         batch = np.stack([pixels[i % len(pixels)] for i in range(options.batch)])
         for work in works.values():
             work(batch)

@@ -233,7 +233,7 @@ def test_help_does_not_depend_on_what_was_imported_before():
         def helped():
             return {name: pydoc.plain(pydoc.render_doc(getattr(vitrail, name))) for name in names}
         before = helped()
-        import vitrail.evaluate.scores, vitrail.export.export, vitrail.train.loop, vitrail.models, vitrail.config
+        import vitrail.evaluate.scores, vitrail.export.exporter, vitrail.train.loop, vitrail.models, vitrail.config
         after = helped()
         assert before["evaluate"].startswith("Python Library Documentation: function evaluate"), before["evaluate"][:99]
         print([name for name in names if before[name] != after[name]])

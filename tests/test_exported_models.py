@@ -1,4 +1,4 @@
-"""Exported files are models like any other: loaded, asked, measured; and what they cannot do is said."""
+"""Exported files load, predict and evaluate like other models, and raise clear errors for what they cannot do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from small_models import LABELS, gradient, model, small
 
 import vitrail
 from vitrail.api.embedding import embed
-from vitrail.api.exporting import export, running
+from vitrail.api.exporting import export, with_engine
 from vitrail.errors import ConfigError, FormatError, ModelError
 from vitrail.evaluate.features import FeatureSpec
 
@@ -87,7 +87,7 @@ def test_a_home_directory_is_expanded(files, monkeypatch):
 def test_classes_can_be_named_anew(files):
     exported = vitrail.load(files["onnx"], labels=list("abcde"))
     assert exported.labels == tuple("abcde")
-    assert running(exported, "openvino").labels == tuple("abcde")
+    assert with_engine(exported, "openvino").labels == tuple("abcde")
 
 
 @pytest.mark.parametrize("kind", ["onnx", "pt2", "xml"])
@@ -170,7 +170,7 @@ def test_what_needs_the_network_says_what_to_load_instead(files, tmp_path):
     with pytest.raises(ModelError, match="it outputs classes, not features; use the checkpoint it was exported from"):
         exported.embed(gradient())
     with pytest.raises(ModelError, match=r"^torch runs somebody/small: .*; load it without an engine\.$"):
-        running(model(small(), origin="somebody/small"), device="cpu").explain(gradient())
+        with_engine(model(small(), origin="somebody/small"), device="cpu").explain(gradient())
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_what_was_settled_when_it_was_exported_cannot_be_changed(files, options,
 
 
 def test_another_engine_that_can_run_the_file_takes_over(vit, files):
-    theirs = running(vitrail.load(files["onnx"]), "openvino")
+    theirs = with_engine(vitrail.load(files["onnx"]), "openvino")
     assert "run by openvino" in repr(theirs)
     torch.testing.assert_close(
         theirs.logits(gradient()).softmax(-1), vit.logits(gradient()).softmax(-1), atol=1e-5, rtol=1e-4

@@ -13,7 +13,7 @@ from exports import export_quickly
 from small_models import gradient, model, small
 
 import vitrail
-from vitrail.api.exporting import export, running
+from vitrail.api.exporting import export, with_engine
 from vitrail.errors import ConfigError, ModelError
 from vitrail.export.engines import open_file
 from vitrail.models import build
@@ -37,8 +37,8 @@ def tiny() -> vitrail.Model:
 def test_an_exported_model_predicts_like_the_model(tiny, tmp_path):
     made = export(tiny, tmp_path / "tiny", to="pt2", image_size=(32, 48), check=[gradient(), gradient(60, 30)])
     assert made.path == tmp_path / "tiny.pt2"
-    assert (made.sheet.answer, made.sheet.image, made.comparison.images) == ("probabilities", (32, 48), 2)
-    vit = running(made.path)
+    assert (made.metadata.output_type, made.metadata.image, made.comparison.images) == ("probabilities", (32, 48), 2)
+    vit = with_engine(made.path)
     net = tiny.net.resized((32, 48))
     preprocess = tiny.info.preprocess.replace(image_size=(32, 48))
     info = tiny.info.replace(config=net.config, preprocess=preprocess)
@@ -49,21 +49,21 @@ def test_an_exported_model_predicts_like_the_model(tiny, tmp_path):
 
 
 def test_what_needs_the_network_is_refused_by_a_file(tiny, tmp_path):
-    vit = running(export(tiny, tmp_path / "tiny", to="pt2", check=[gradient()]).path)
+    vit = with_engine(export(tiny, tmp_path / "tiny", to="pt2", check=[gradient()]).path)
     with pytest.raises(ModelError, match="use the checkpoint it was exported from"):
         vit.explain(gradient())
     with pytest.raises(ModelError, match="outputs classes, not features"):
         vit.embed(gradient())
     with pytest.raises(ConfigError, match="image_size cannot be changed any more"):
-        running(tmp_path / "tiny.pt2", image_size=64)
+        with_engine(tmp_path / "tiny.pt2", image_size=64)
     assert "run by torch in float32" in repr(vit)
 
 
 def test_a_model_without_classes_is_exported_for_its_features(tmp_path):
     vit = model(small(width=32, depth=1, mlp_dim=48, num_classes=0), task="embed", labels=None)
     made = export(vit, tmp_path / "features", to="pt2", check=[gradient()])
-    assert (made.sheet.answer, made.comparison.same) == ("features", None)
-    torch.testing.assert_close(running(made.path).embed(gradient()), vit.embed(gradient()))
+    assert (made.metadata.output_type, made.comparison.same) == ("features", None)
+    torch.testing.assert_close(with_engine(made.path).embed(gradient()), vit.embed(gradient()))
 
 
 def test_labeled_images_tell_how_many_answers_are_right(tiny, tmp_path):
@@ -151,11 +151,11 @@ def test_bfloat16_stays_within_half_a_point_of_float32(trained, imagenet_val, tm
 @pytest.mark.parametrize("to", ["onnx", "openvino", "pt2"])
 def test_a_large_network_has_the_same_numbers(tmp_path, to):
     config = config_from_name("ViT-B/16")
-    made = export(model_of(config), tmp_path / "b16", to=to)
+    made = export(reference_engine(config), tmp_path / "b16", to=to)
     assert made.comparison.relative <= 1e-5
 
 
-def model_of(config: vitrail.ViTConfig) -> vitrail.Model:
+def reference_engine(config: vitrail.ViTConfig) -> vitrail.Model:
     from vitrail.weights.model_info import ModelInfo, default_preprocess
 
     return vitrail.Model(

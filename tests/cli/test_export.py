@@ -148,11 +148,11 @@ def test_classes_without_names_are_told(vitrail, tmp_path):
 
 
 def test_the_ratio_of_the_speed_line_is_that_of_the_rounds(vitrail, tiny, tmp_path, monkeypatch):
-    from vitrail.export import export as exporting
+    from vitrail.export import exporter as exporting
     from vitrail.export.compare import Speed
 
     speed = Speed(export=7.04, model=9.449, ratio=0.95, batch_size=8)
-    monkeypatch.setattr(exporting, "in_turns", lambda *_: speed)
+    monkeypatch.setattr(exporting, "time_alternately", lambda *_: speed)
     lines = vitrail("export", tiny, tmp_path / "t.pt2").out.splitlines()
     [line] = [line for line in lines if line.startswith("images a second")]
     assert re.fullmatch(r"images a second +7\.04 +0\.95 x the model in turns, batches of 8", line)

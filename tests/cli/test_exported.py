@@ -49,7 +49,7 @@ def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def measured(vitrail, *arguments: object) -> dict:
+def evaluate_json(vitrail, *arguments: object) -> dict:
     """What `vitrail eval` says of the one size."""
     result = vitrail("eval", *arguments, "--device", "cpu", "--json")
     assert result.status == 0, result.err
@@ -58,12 +58,12 @@ def measured(vitrail, *arguments: object) -> dict:
 
 
 def test_eval_measures_the_file_and_what_an_engine_makes_of_a_checkpoint(vitrail, tiny, exported, album):
-    expected = measured(vitrail, "-m", tiny, "--data", album)
+    expected = evaluate_json(vitrail, "-m", tiny, "--data", album)
     for which, *engine in ([exported], [exported, "openvino"], [tiny, "onnxruntime"]):
-        got = measured(vitrail, "-m", which, "--data", album, *(["--engine", *engine] if engine else []))
+        got = evaluate_json(vitrail, "-m", which, "--data", album, *(["--engine", *engine] if engine else []))
         assert (got["model"], got["top1"]) == (which.name, expected["top1"])
         assert got["loss"]["value"] == pytest.approx(expected["loss"]["value"], rel=1e-4)
-    assert measured(vitrail, "-m", tiny, "--engine", "torch", "--data", album)["loss"] == expected["loss"]
+    assert evaluate_json(vitrail, "-m", tiny, "--engine", "torch", "--data", album)["loss"] == expected["loss"]
 
 
 def test_eval_reads_well(vitrail, exported, album):

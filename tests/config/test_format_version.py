@@ -25,6 +25,7 @@ from vitrail.config import (
 )
 from vitrail.config.format_version import RENAMED, current
 from vitrail.errors import FormatError, VitrailError
+from vitrail.export.export_metadata import ExportMetadata
 from vitrail.weights.model_info import ModelInfo
 
 V1 = Path(__file__).parents[1] / "golden" / "format_v1"
@@ -111,3 +112,12 @@ def test_a_newer_run_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.json").write_text(json.dumps(read("run/config.json") | {"format_version": 3}))
     with pytest.raises(VitrailError, match="a newer vitrail wrote this file"):
         vitrail.train(out=tmp_path / "run", resume=True, report=False)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_export_metadata_with_the_old_key_of_the_model_info_are_read(version: int) -> None:
+    info = ModelInfo(config=ViTConfig(), preprocess=PreprocessConfig())
+    values = ExportMetadata(info=info, to="onnx").to_dict()
+    old = {"card" if name == "model_info" else name: value for name, value in values.items()} | {"version": version}
+    assert ExportMetadata.from_json(json.dumps(old)) == ExportMetadata(info=info, to="onnx")
+    assert current("export", old) == current("export", values)

@@ -14,8 +14,8 @@ from small_models import gradient, model, small
 
 import vitrail
 from vitrail.export.engines import TorchEngine
-from vitrail.export.export import Exported, export
-from vitrail.export.sheet import Sheet
+from vitrail.export.export_metadata import ExportMetadata
+from vitrail.export.exporter import ExportResult, export
 
 
 class FileOfExport(pytest.Module):
@@ -55,22 +55,22 @@ def own(tiny: vitrail.Model) -> TorchEngine:
 
 
 @pytest.fixture(scope="session")
-def onnx_file(tiny: vitrail.Model, images: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
+def onnx_file(tiny: vitrail.Model, images: list[Any], tmp_path_factory: pytest.TempPathFactory) -> ExportResult:
     """Pixels to probabilities, any batch."""
-    sheet = Sheet(info=tiny.info, to="onnx", answer="probabilities")
-    return export(tiny.net, sheet, tmp_path_factory.mktemp("exported") / "tiny.onnx", images)
+    metadata = ExportMetadata(info=tiny.info, to="onnx", output_type="probabilities")
+    return export(tiny.net, metadata, tmp_path_factory.mktemp("exported") / "tiny.onnx", images)
 
 
 @pytest.fixture(scope="session")
-def int8_file(tiny: vitrail.Model, images: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
+def int8_file(tiny: vitrail.Model, images: list[Any], tmp_path_factory: pytest.TempPathFactory) -> ExportResult:
     """Pixels to logits in ONNX, in 8-bit integers, any batch."""
-    sheet = Sheet(info=tiny.info, to="onnx", precision="int8", answer="logits")
+    metadata = ExportMetadata(info=tiny.info, to="onnx", precision="int8", output_type="logits")
     path = tmp_path_factory.mktemp("exported") / "tiny.onnx"
-    return export(tiny.net, sheet, path, images, calibration=images, timed=False)
+    return export(tiny.net, metadata, path, images, calibration=images, timed=False)
 
 
 @pytest.fixture(scope="session")
-def openvino_file(tiny: vitrail.Model, images: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
+def openvino_file(tiny: vitrail.Model, images: list[Any], tmp_path_factory: pytest.TempPathFactory) -> ExportResult:
     """Normalized images to logits, three at a time."""
-    sheet = Sheet(info=tiny.info, to="openvino", inside=False, batch_size=3)
-    return export(tiny.net, sheet, tmp_path_factory.mktemp("exported") / "tiny.xml", images, timed=False)
+    metadata = ExportMetadata(info=tiny.info, to="openvino", normalize_inside=False, batch_size=3)
+    return export(tiny.net, metadata, tmp_path_factory.mktemp("exported") / "tiny.xml", images, timed=False)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.errors import ModelError
-from vitrail.export.compress import LEVELS, compress, group_of
+from vitrail.export.compress import LEVELS, compress, group_size
+from vitrail.export.engine_cache import cached_engine
 from vitrail.export.engines import openvino_core
-from vitrail.export.kept import kept_engine
 
 openvino = pytest.importorskip("openvino")
 ops = pytest.importorskip("openvino.opset13")
@@ -49,7 +49,7 @@ def test_one_large_token_spoils_no_other():
     x[2] *= 1000
     model = product(weight, True)
     compress(model)
-    got, expected = run(model, x, DYNAMIC_QUANTIZATION_GROUP_SIZE=group_of(model)), x @ weight.T
+    got, expected = run(model, x, DYNAMIC_QUANTIZATION_GROUP_SIZE=group_size(model)), x @ weight.T
     off = np.linalg.norm(got - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert off.max() < 0.03
 
@@ -61,9 +61,9 @@ def test_the_group_divides_every_products_inputs(inputs: list[int]):
     weights = [ops.constant(np.ones((8, size), np.float32)) for size in inputs]
     outputs = [ops.matmul(x, weight, False, True) for x, weight in zip(given, weights, strict=True)]
     model = openvino.Model(outputs, given, "multi_label")
-    assert group_of(model) == 0  # nothing is compressed yet
+    assert group_size(model) == 0  # nothing is compressed yet
     compress(model)
-    group = group_of(model)
+    group = group_size(model)
     assert 16 <= group <= 256
     assert all(size % group == 0 for size in inputs)
 
@@ -76,8 +76,8 @@ def test_a_network_without_products_is_refused():
 
 def test_a_network_in_such_integers_is_smaller_and_close_to_the_model(tiny, own, images):
     batch = np.stack(images)
-    exact = kept_engine(tiny.net, tiny.info, "openvino")
-    engine = kept_engine(tiny.net, tiny.info, "openvino", "int8")
+    exact = cached_engine(tiny.net, tiny.info, "openvino")
+    engine = cached_engine(tiny.net, tiny.info, "openvino", "int8")
     expected, got = own.logits(batch), engine.logits(batch)
     assert engine.precision == "int8"
     assert 0 < np.linalg.norm(got - expected) / np.linalg.norm(expected) < 0.05

@@ -20,11 +20,11 @@ import torch
 
 import vitrail
 from vitrail.errors import CheckpointError, ConfigError
-from vitrail.export import choose, engines, kept
-from vitrail.export.compare import RanOn
+from vitrail.export import autotune, engine_cache, engines
+from vitrail.export.compare import Environment
 from vitrail.export.engines import open_engine, open_file
-from vitrail.export.export import export
-from vitrail.export.sheet import Sheet
+from vitrail.export.export_metadata import ExportMetadata
+from vitrail.export.exporter import export
 from vitrail.runtime import amx
 from vitrail.runtime.cpu import CpuInfo
 
@@ -76,14 +76,14 @@ def test_threads_are_counted_from_one(tiny):
 
 def test_auto_takes_what_was_fastest_says_so_and_remembers(tiny, own, images, monkeypatch, caplog):
     speeds = {"torch": 50.0, "onnxruntime": 120.0, "openvino": 80.0}
-    monkeypatch.setattr(choose, "rate", lambda engine, batch, seconds: speeds[engine.name])
-    monkeypatch.setattr(choose, "candidates", lambda calibrated: [("onnxruntime", "float32")])
+    monkeypatch.setattr(autotune, "measure_throughput", lambda engine, batch, seconds: speeds[engine.name])
+    monkeypatch.setattr(autotune, "candidates", lambda calibrated: [("onnxruntime", "float32")])
     engine = open_engine(tiny, "auto", device="cpu")
     assert (engine.name, engine.precision) == ("onnxruntime", "float32")
     assert "takes onnxruntime in float32: 120 images a second (torch 50)" in caplog.text
     batch = np.stack(images)
     np.testing.assert_allclose(engine.logits(batch), own.logits(batch), atol=1e-4)
-    monkeypatch.setattr(choose, "_raced", None)  # not again
+    monkeypatch.setattr(autotune, "_benchmark_candidates", None)  # not again
     assert open_engine(tiny, "auto", device="cpu").name == "onnxruntime"
     assert open_engine(tiny, "onnxruntime", device="cpu").name == "onnxruntime"  # the file is there, too
     assert "remembered in" in caplog.text
@@ -94,12 +94,12 @@ def test_auto_takes_what_was_fastest_says_so_and_remembers(tiny, own, images, mo
 def test_a_choice_is_not_taken_over_by_another_cpu(tiny, monkeypatch):
     raced = []
     found = {"engine": "torch", "precision": "float32", "images_per_second": {"torch float32": 1.0}, "refused": {}}
-    monkeypatch.setattr(choose, "_raced", lambda *arguments: raced.append(1) or found)
+    monkeypatch.setattr(autotune, "_benchmark_candidates", lambda *arguments: raced.append(1) or found)
     cpus = [CpuInfo("a", "x86_64", features, ()) for features in (("avx2",), ("avx2", "avx_vnni"))]
     cpus += [CpuInfo("b", "x86_64", ("avx2",), ()), CpuInfo("a", "aarch64", ("avx2",), ())]
     for _ in range(2):  # the second time all of them are remembered
         for one in cpus:
-            monkeypatch.setattr(choose, "detect_cpu", lambda one=one: one)
+            monkeypatch.setattr(autotune, "detect_cpu", lambda one=one: one)
             open_engine(tiny, "auto", device="cpu")
         assert len(raced) == len(cpus)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
@@ -126,8 +126,10 @@ def test_an_int8_file_of_an_older_version_warns_on_a_cpu_without_vnni(int8_file,
 
 
 def test_openvinos_own_integers_hold_on_every_cpu(tiny, images, tmp_path, monkeypatch, caplog):
-    sheet = Sheet(info=tiny.info, to="openvino", precision="int8", saturates=True)  # as in a file that does not say
-    made = export(tiny.net, sheet, tmp_path / "old.xml", images, timed=False)
+    metadata = ExportMetadata(
+        info=tiny.info, to="openvino", precision="int8", saturates=True
+    )  # as in a file that does not say
+    made = export(tiny.net, metadata, tmp_path / "old.xml", images, timed=False)
     monkeypatch.setattr(engines, "detect_cpu", lambda: CpuInfo("a", "x86_64", (), ("AVX2",)))
     open_file(made.path)
     assert "export the model anew" not in caplog.text
@@ -137,59 +139,61 @@ def test_auto_takes_nothing_that_does_not_agree(tiny, monkeypatch, caplog):
     def disagrees(*arguments: object, **options: object) -> None:
         raise CheckpointError("float32.xml does not agree with the model: its logits are off.")
 
-    monkeypatch.setattr(kept, "export", disagrees)
+    monkeypatch.setattr(engine_cache, "export", disagrees)
     assert open_engine(tiny, "auto", device="cpu").name == "torch"
     assert "did not agree with the model" in caplog.text
 
 
 def test_auto_without_other_engines_is_torch(tiny, monkeypatch, caplog):
-    monkeypatch.setattr(choose, "installed", lambda name: False)
+    monkeypatch.setattr(autotune, "is_installed", lambda name: False)
     assert open_engine(tiny, "auto", device="cpu").name == "torch"
     assert "pip install 'vitrail[export]'" in caplog.text
 
 
 def test_auto_leaves_out_what_is_far_from_the_model(tiny, monkeypatch, caplog):
-    monkeypatch.setattr(choose, "rate", lambda engine, batch, seconds: 1.0 if engine.name == "torch" else 9.0)
-    monkeypatch.setattr(choose, "candidates", lambda calibrated: [("openvino", "int8")])
+    monkeypatch.setattr(
+        autotune, "measure_throughput", lambda engine, batch, seconds: 1.0 if engine.name == "torch" else 9.0
+    )
+    monkeypatch.setattr(autotune, "candidates", lambda calibrated: [("openvino", "int8")])
     assert open_engine(tiny, "auto", device="cpu").precision == "int8"
     assert "differ from float32's by" in caplog.text
     for choice in Path(os.environ["VITRAIL_ENGINES"]).glob("*/choice-*.json"):
         choice.unlink()
-    monkeypatch.setitem(choose.CLOSE, "int8", 1e-9)
+    monkeypatch.setitem(autotune.MAX_ERROR, "int8", 1e-9)
     assert open_engine(tiny, "auto", device="cpu").name == "torch"
     assert "1 did not agree" in caplog.text
 
 
 def test_int8_needs_images_in_onnx_alone():
-    assert [c for c in choose.candidates(False) if c[1] == "int8"] == [("openvino", "int8")]
-    assert [c for c in choose.candidates(True) if c[1] == "int8"] == [("onnxruntime", "int8"), ("openvino", "int8")]
+    assert [c for c in autotune.candidates(False) if c[1] == "int8"] == [("openvino", "int8")]
+    assert [c for c in autotune.candidates(True) if c[1] == "int8"] == [("onnxruntime", "int8"), ("openvino", "int8")]
 
 
 def test_another_model_has_another_digest_and_other_names_do_not(tiny):
-    plain = kept.digest(tiny.net, tiny.info)
-    assert plain == kept.digest(tiny.net, tiny.info.replace(origin="elsewhere", labels=None))
-    assert plain != kept.digest(tiny.net, tiny.info.replace(multi_label=True))
-    assert plain != kept.digest(tiny.net.with_classes(5), tiny.info)
+    plain = engine_cache.cache_key(tiny.net, tiny.info)
+    assert plain == engine_cache.cache_key(tiny.net, tiny.info.replace(origin="elsewhere", labels=None))
+    assert plain != engine_cache.cache_key(tiny.net, tiny.info.replace(multi_label=True))
+    assert plain != engine_cache.cache_key(tiny.net.with_classes(5), tiny.info)
 
 
 def test_files_that_were_written_another_way_are_not_taken_over(tiny, monkeypatch):
-    now = kept.digest(tiny.net, tiny.info)
-    monkeypatch.setattr(kept, "SCHEME", kept.SCHEME - 1)
-    assert now != kept.digest(tiny.net, tiny.info)
+    now = engine_cache.cache_key(tiny.net, tiny.info)
+    monkeypatch.setattr(engine_cache, "CACHE_VERSION", engine_cache.CACHE_VERSION - 1)
+    assert now != engine_cache.cache_key(tiny.net, tiny.info)
 
 
 def test_a_kept_file_has_the_names_of_the_card_at_hand(tiny):
-    first = kept.kept_engine(tiny.net, tiny.info, "onnxruntime")
+    first = engine_cache.cached_engine(tiny.net, tiny.info, "onnxruntime")
     names = tuple(f"other {i}" for i in range(tiny.config.num_classes))
-    again = kept.kept_engine(tiny.net, tiny.info.replace(labels=names), "onnxruntime")
+    again = engine_cache.cached_engine(tiny.net, tiny.info.replace(labels=names), "onnxruntime")
     assert (first.info.labels, again.info.labels) == (tiny.info.labels, names)
 
 
 @pytest.mark.parametrize(("engine", "name"), [("onnxruntime", "float32.onnx"), ("openvino", "float32.bin")])
 @pytest.mark.parametrize("how", ["cut", "changed"])
 def test_a_damaged_kept_file_is_made_anew(tiny, own, images, engine, name, how):
-    kept.kept_engine(tiny.net, tiny.info, engine)
-    path = kept.folder_of(tiny.net, tiny.info) / name
+    engine_cache.cached_engine(tiny.net, tiny.info, engine)
+    path = engine_cache.cache_folder(tiny.net, tiny.info) / name
     data = path.read_bytes()
     middle = len(data) // 2
     path.write_bytes(data[:1000] if how == "cut" else data[:middle] + bytes(64) + data[middle + 64 :])
@@ -201,7 +205,7 @@ def test_threads_take_turns_too(tmp_path):
     inside: list[int] = []
 
     def work(number: int) -> None:
-        with kept.alone(tmp_path / "lock"):
+        with engine_cache.file_lock(tmp_path / "lock"):
             inside.append(number)
             assert len(inside) == 1
             time.sleep(0.01)
@@ -212,8 +216,10 @@ def test_threads_take_turns_too(tmp_path):
 
 
 def test_a_model_in_bfloat16_is_held_against_float32(tiny, monkeypatch, caplog):
-    monkeypatch.setattr(choose, "candidates", lambda calibrated: [("onnxruntime", "float32")])
-    monkeypatch.setattr(choose, "rate", lambda engine, batch, seconds: 1.0 if engine.name == "torch" else 2.0)
+    monkeypatch.setattr(autotune, "candidates", lambda calibrated: [("onnxruntime", "float32")])
+    monkeypatch.setattr(
+        autotune, "measure_throughput", lambda engine, batch, seconds: 1.0 if engine.name == "torch" else 2.0
+    )
     rough = vitrail.Model(tiny.net.rebuild(tiny.net.config, {}).to(torch.bfloat16), tiny.info)
     assert open_engine(rough, "auto", device="cpu").name == "onnxruntime"
     assert "did not agree" not in caplog.text
@@ -226,7 +232,7 @@ def test_auto_on_a_file_that_nothing_reads_is_one_sentence(tmp_path):
 
 
 def test_an_interrupted_call_leaves_the_engine_usable(onnx_file, own, images, monkeypatch):
-    opened = open_engine(onnx_file.path, "openvino", lanes=2, threads=2)
+    opened = open_engine(onnx_file.path, "openvino", concurrency=2, threads=2)
     batch = np.stack(images)
     expected = opened.logits(batch)
 
@@ -234,7 +240,7 @@ def test_an_interrupted_call_leaves_the_engine_usable(onnx_file, own, images, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engines, "_waited", interrupted)
+        patch.setattr(engines, "_wait_for_output", interrupted)
         for _ in range(5):
             with pytest.raises(KeyboardInterrupt):
                 opened.logits(batch)
@@ -257,8 +263,8 @@ def small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    monkeypatch.setattr(kept, "_for_now", lambda: SimpleNamespace(name=str(tmp_path / "now")))
-    monkeypatch.setattr(kept, "_FULL", set())
+    monkeypatch.setattr(engine_cache, "_temporary_cache", lambda: SimpleNamespace(name=str(tmp_path / "now")))
+    monkeypatch.setattr(engine_cache, "_FULL_CACHES", set())
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -272,23 +278,25 @@ def test_where_every_disk_is_full_a_named_engine_is_one_error(tiny, engine):
 
 @pytest.mark.usefixtures("small_files")
 def test_where_every_disk_is_full_auto_goes_on_and_does_not_remember_why(tiny, images, monkeypatch, caplog):
-    monkeypatch.setattr(choose, "candidates", lambda calibrated: [("onnxruntime", "float32")])
+    monkeypatch.setattr(autotune, "candidates", lambda calibrated: [("onnxruntime", "float32")])
     assert open_engine(tiny, "auto", device="cpu").logits(np.stack(images)).shape == (12, tiny.config.num_classes)
     assert "there is no room: engines' files are not kept" in caplog.text
     assert not list(Path(os.environ["VITRAIL_ENGINES"]).rglob("choice-*.json"))
 
 
 def test_a_full_disk_under_the_cache_does_not_stop_an_engine(tiny, images, monkeypatch, caplog):
-    cache, whole, room = Path(os.environ["VITRAIL_ENGINES"]), kept.export, kept._has_room
+    cache, whole, room = Path(os.environ["VITRAIL_ENGINES"]), engine_cache.export, engine_cache._has_room
 
-    def full(net: object, sheet: object, path: Path, *arguments: object, **options: object) -> object:
+    def full(net: object, metadata: object, path: Path, *arguments: object, **options: object) -> object:
         if path.is_relative_to(cache):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return whole(net, sheet, path, *arguments, **options)
+        return whole(net, metadata, path, *arguments, **options)
 
-    monkeypatch.setattr(kept, "export", full)
-    monkeypatch.setattr(kept, "_has_room", lambda folder, count: not folder.is_relative_to(cache) and room(folder, 1))
-    monkeypatch.setattr(kept, "_FULL", set())
+    monkeypatch.setattr(engine_cache, "export", full)
+    monkeypatch.setattr(
+        engine_cache, "_has_room", lambda folder, count: not folder.is_relative_to(cache) and room(folder, 1)
+    )
+    monkeypatch.setattr(engine_cache, "_FULL_CACHES", set())
     found = open_engine(tiny, "onnxruntime", device="cpu")
     assert (found.name, found.logits(np.stack(images)).shape) == ("onnxruntime", (12, tiny.config.num_classes))
     assert f"{cache}: there is no room: engines' files are not kept" in caplog.text
@@ -296,14 +304,16 @@ def test_a_full_disk_under_the_cache_does_not_stop_an_engine(tiny, images, monke
 
 
 def test_openvinos_files_are_made_from_the_onnx_that_is_there(tiny, monkeypatch):
-    kept.kept_engine(tiny.net, tiny.info, "onnxruntime")
-    monkeypatch.setattr("vitrail.export.export.traced", None)  # not again
-    assert kept.kept_engine(tiny.net, tiny.info, "openvino").precision == "float32"
+    engine_cache.cached_engine(tiny.net, tiny.info, "onnxruntime")
+    monkeypatch.setattr("vitrail.export.exporter.trace", None)  # not again
+    assert engine_cache.cached_engine(tiny.net, tiny.info, "openvino").precision == "float32"
 
 
 def test_auto_tries_both_engines_of_an_onnx_file_and_says_which(onnx_file, monkeypatch, caplog):
     monkeypatch.setattr(
-        choose, "rate", lambda engine, batch, seconds: {"onnxruntime": 20.0, "openvino": 30.0}[engine.name]
+        autotune,
+        "measure_throughput",
+        lambda engine, batch, seconds: {"onnxruntime": 20.0, "openvino": 30.0}[engine.name],
     )
     assert open_engine(onnx_file.path, "auto").name == "openvino"
     assert "takes openvino in float32: 30 images a second (onnxruntime 20)" in caplog.text
@@ -312,27 +322,27 @@ def test_auto_tries_both_engines_of_an_onnx_file_and_says_which(onnx_file, monke
 
 def test_a_fixed_batch_is_never_parted(openvino_file, own, images):
     batch = np.stack(images[:7])
-    for lanes in (1, 2):
-        opened = open_engine(openvino_file.path, threads=2, lanes=lanes)
+    for concurrency in (1, 2):
+        opened = open_engine(openvino_file.path, threads=2, concurrency=concurrency)
         np.testing.assert_allclose(opened.logits(batch), own.logits(batch), atol=1e-4)
 
 
 def test_an_engine_that_makes_something_else_of_a_file_is_refused(onnx_file, monkeypatch):
-    monkeypatch.setitem(choose.TOLERANCE, "float32", -1)
+    monkeypatch.setitem(autotune.TOLERANCE, "float32", -1)
     with pytest.raises(CheckpointError, match=r"openvino gives other outputs for .* than onnxruntime"):
         open_engine(onnx_file.path, "openvino")
 
 
 @pytest.mark.parametrize("engine", ["torch", "onnxruntime", "openvino"])
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_a_batch_shared_out_among_lanes_gives_each_image_its_own_row(tiny, own, images, engine, lanes):
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_a_batch_shared_out_among_lanes_gives_each_image_its_own_row(tiny, own, images, engine, concurrency):
     threads = torch.get_num_threads()
-    opened = open_engine(tiny, engine, device="cpu", threads=3, lanes=lanes)
+    opened = open_engine(tiny, engine, device="cpu", threads=3, concurrency=concurrency)
     try:
         for count in (12, 1, 5, 2):
             batch = np.stack(images[:count])
             np.testing.assert_allclose(opened.logits(batch), own.logits(batch), atol=1e-4)
-        with ThreadPoolExecutor(6) as pool:  # more callers than lanes, batches of every size
+        with ThreadPoolExecutor(6) as pool:  # more callers than concurrency, batches of every size
             jobs = [(i, 1 + i % 5, pool.submit(opened.logits, np.stack(images[: 1 + i % 5]))) for i in range(40)]
             expected = own.logits(np.stack(images))
             for _, count, job in jobs:
@@ -373,13 +383,13 @@ def test_openvino_starts_under_a_limit_that_all_its_kernels_obey(given, instruct
     engines._start_openvino.__wrapped__()
     assert limits == ([limit] if limit != given else [])
     assert os.environ[amx.ISA_VARIABLE] == given  # for torch, and for processes that this one starts
-    assert (RanOn.here("openvino").limit, RanOn.here("torch").limit) == (limit, given)
+    assert (Environment.detect("openvino").limit, Environment.detect("torch").limit) == (limit, given)
 
 
 @pytest.mark.slow
 def test_openvino_survives_a_limit_below_avx512(tiny, images, tmp_path):
-    sheet = Sheet(info=tiny.info, to="openvino", precision="int8")
-    made = export(tiny.net, sheet, tmp_path / "tiny.xml", images, timed=False)
+    metadata = ExportMetadata(info=tiny.info, to="openvino", precision="int8")
+    made = export(tiny.net, metadata, tmp_path / "tiny.xml", images, timed=False)
     np.save(tmp_path / "pixels.npy", np.stack(images))
     code = (
         "import sys, numpy; from pathlib import Path; from vitrail.export.engines import open_file; "

@@ -177,7 +177,7 @@ def test_convolutions_cannot_saturate_either():
 
 def test_a_network_in_int8_is_smaller_and_runs_in_both_engines(int8_file, own, images):
     assert int8_file.comparison.relative > 1e-4  # it is another computation indeed
-    assert not int8_file.sheet.saturates
+    assert not int8_file.metadata.saturates
     model = onnx.load(str(int8_file.path))
     assert [node.op_type for node in model.graph.node].count("QuantizeLinear") == len(integer_weights(model)) >= 5
     for weight, axis in integer_weights(model):

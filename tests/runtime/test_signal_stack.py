@@ -14,12 +14,12 @@ SCRIPT = """
 import os, signal
 import numpy as np
 import vitrail
-from vitrail.api.exporting import running
+from vitrail.api.exporting import with_engine
 
 model, image = vitrail.load("vitrail/cifar10"), np.zeros((32, 32, 3), np.uint8)
 handled = []
 signal.signal(signal.SIGTERM, lambda *_: handled.append(True))
-first, second = (running(model, "openvino") for _ in range(2))
+first, second = (with_engine(model, "openvino") for _ in range(2))
 for engine in (first, second):
     engine.predict(image)
 del engine, first

@@ -21,7 +21,7 @@ from vitrail.cli import main
 from vitrail.cli.serve import load_served_model
 from vitrail.export import formats
 from vitrail.export.engines import FileEngine, open_engine
-from vitrail.export.sheet import Sheet
+from vitrail.export.export_metadata import ExportMetadata
 from vitrail.serve.served_model import ServedModel
 
 
@@ -68,7 +68,7 @@ def test_a_served_model_does_not_change_with_its_file(
         vit.save(path, to="vitrail" if path.suffix == ".safetensors" else "facebook")
     else:
         need_extra("export")
-        monkeypatch.setattr(formats, "LARGEST", 1000 if path.stem == "beside" else formats.LARGEST)
+        monkeypatch.setattr(formats, "MAX_ONNX_BYTES", 1000 if path.stem == "beside" else formats.MAX_ONNX_BYTES)
         export(vit, path)
     served = load_served_model(str(path), None, 1)
     expected = served.engine.logits(pixels)
@@ -121,9 +121,9 @@ def test_another_engine_beside_the_network_explains_too(vit: vitrail.Model, expo
 def test_an_exported_file_without_a_parameter_count_is_served(exported: Path) -> None:
     engine = open_engine(exported, threads=1)
     assert isinstance(engine, FileEngine)
-    sheet = engine.sheet.to_dict()
-    del sheet["parameters"]
-    engine.sheet = Sheet.from_json(json.dumps(sheet))
+    metadata = engine.metadata.to_dict()
+    del metadata["parameters"]
+    engine.metadata = ExportMetadata.from_json(json.dumps(metadata))
     assert ServedModel(engine, name="small").num_parameters is None
 
 

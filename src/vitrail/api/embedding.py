@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.api.exporting import Running
+from vitrail.api.exporting import EngineModel
 from vitrail.api.model import Model
 from vitrail.config import DataConfig
 from vitrail.data.loader import Loader
@@ -96,7 +96,7 @@ def embed(
 
 def _resolve_spec(spec: FeatureSpec, model: Model) -> FeatureSpec:
     """Check `spec` against the model; an exported model only provides the features it was exported with."""
-    if not isinstance(model, Running):
+    if not isinstance(model, EngineModel):
         return resolve_features(spec, model.net)
     model.check_features()
     if spec != FeatureSpec():
@@ -106,7 +106,7 @@ def _resolve_spec(spec: FeatureSpec, model: Model) -> FeatureSpec:
 
 def _extract_batches(model: Model, batches: Loader, spec: FeatureSpec) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, for each batch, the indices of its readable images and their features."""
-    if not isinstance(model, Running):
+    if not isinstance(model, EngineModel):
         yield from extract_batches(model.net, batches, preprocess=model.preprocess, spec=spec)
         return
     for batch in batches:
@@ -203,7 +203,7 @@ def _settings(
     first = next(iter(sources.values()))
     settings = {
         "model": model.info.title,
-        "weights": model.fingerprint if isinstance(model, Running) else weights_checksum(model.net),
+        "weights": model.fingerprint if isinstance(model, EngineModel) else weights_checksum(model.net),
         "features": str(spec),
         "preprocess": model.info.preprocess.to_dict(),
         "data": strip_local_folders(config.source),

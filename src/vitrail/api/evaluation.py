@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitrail.api.exporting import AsTheyAre, Called, Running
+from vitrail.api.exporting import EngineModel, EngineModule, PixelPreprocess
 from vitrail.api.model import Model, load
 from vitrail.config import DataConfig, Pair, ViTConfig, pair
 from vitrail.data.loader import evaluation_batches
@@ -297,8 +297,8 @@ def _real_accuracy(samples: SampleResults, valid: list[list[int] | None]) -> Rea
 
 def _resize_model(vit: Model, size: tuple[int, int]) -> tuple[nn.Module, Preprocess]:
     """A copy of the network for another image size, and its preprocessing; the model is not changed."""
-    if isinstance(vit, Running):
-        return Called(vit), AsTheyAre(vit.info.preprocess)
+    if isinstance(vit, EngineModel):
+        return EngineModule(vit), PixelPreprocess(vit.info.preprocess)
     if size == pair(vit.info.preprocess.image_size):
         return vit.net, Preprocess(vit.info.preprocess)
     net, info = adapt_model(vit.net, vit.info.replace(notes=()), image_size=size)

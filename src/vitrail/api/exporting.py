@@ -25,14 +25,14 @@ from vitrail.errors import ConfigError, DataError, ModelError
 from vitrail.evaluate.class_matching import MappedSource, labels_for_matching, match_classes
 from vitrail.evaluate.features import weights_checksum
 from vitrail.evaluate.synsets import read_synsets_file
-from vitrail.export import export as exporting
+from vitrail.export import exporter as exporting
 from vitrail.export.engines import Engine, open_engine, openvino_core
-from vitrail.export.export import Exported
-from vitrail.export.extras import need
-from vitrail.export.formats import parts_of
-from vitrail.export.images import samples
-from vitrail.export.names import NEEDS, is_exported, requested
-from vitrail.export.sheet import Answer, Sheet
+from vitrail.export.export_metadata import ExportMetadata, OutputType
+from vitrail.export.export_options import REQUIRED_PACKAGES, is_exported, resolve_request
+from vitrail.export.exporter import ExportResult
+from vitrail.export.formats import existing_files
+from vitrail.export.optional_packages import import_optional
+from vitrail.export.sample_images import sample_images
 from vitrail.runtime import warn_once
 from vitrail.runtime.amx import check_bfloat16
 from vitrail.weights.class_names import read_labels
@@ -61,7 +61,7 @@ def export(
     started: Callable[[int], None] = lambda total: None,
     advance: Callable[[int], None] = lambda count: None,
     **options: Any,
-) -> Exported:
+) -> ExportResult:
     """Write a model as "onnx", "pt2" (torch.export) or "openvino": `export("ViT-Ti/16", "model.onnx")`.
 
     Without `to` the name's ending tells which. The file takes pixels as they are, B H W C, 0 to 255, and
@@ -75,12 +75,12 @@ def export(
     vit = model if isinstance(model, Model) else load(model, **options)
     net, info = adapt_model(vit.net, vit.info.replace(config=vit.net.config, notes=()), image_size)
     warn_once(info.notes, about=info.origin)
-    sheet = Sheet(
+    metadata = ExportMetadata(
         info=info.replace(notes=()),
         to=cast(Any, to),
         precision=cast(Any, precision),
-        inside=not raw,
-        answer=_answer(vit, raw),
+        normalize_inside=not raw,
+        output_type=_answer(vit, raw),
         batch_size=batch_size,
     )
     images, targets = _checked(check, vit, root)
@@ -89,11 +89,13 @@ def export(
     started(len(images))
     found = exporting.export(
         net,
-        sheet,
+        metadata,
         target,
-        exporting.prepared(sheet, images),
+        exporting.preprocess_images(metadata, images),
         targets=targets,
-        calibration=exporting.prepared(sheet, calibration_images(calibrate, root)) if precision == "int8" else (),
+        calibration=exporting.preprocess_images(metadata, calibration_images(calibrate, root))
+        if precision == "int8"
+        else (),
         overwrite=overwrite,
         step=step,
         advance=advance,
@@ -106,9 +108,9 @@ def check_request(
     path: str | Path, to: str | None, precision: str, calibrated: bool, overwrite: bool
 ) -> tuple[Path, str, str]:
     """The file to write, its format and its precision, once all is known that could be in their way."""
-    target, to, precision = requested(path, to, precision, calibrated=calibrated, overwrite=overwrite)
-    for name in NEEDS[to]:
-        need(name)
+    target, to, precision = resolve_request(path, to, precision, calibrated=calibrated, overwrite=overwrite)
+    for name in REQUIRED_PACKAGES[to]:
+        import_optional(name)
     if precision == "bfloat16":
         check_bfloat16()  # before torch has computed anything
     if to == "openvino":
@@ -127,7 +129,7 @@ def _same(one: object, other: object) -> bool:
     return one is other or (isinstance(one, str) and one == other)
 
 
-def _answer(vit: Model, raw: bool) -> Answer:
+def _answer(vit: Model, raw: bool) -> OutputType:
     if vit.info.task != "classify" or not vit.config.num_classes:
         return "features"
     return "logits" if raw else "probabilities"
@@ -138,7 +140,7 @@ def _checked(
 ) -> tuple[list[Any], npt.NDArray[np.int64] | None]:
     """Images to compare on, and their classes where the data tell."""
     if check is None:
-        return samples(vit.config.channels), None
+        return sample_images(vit.config.channels), None
     if not isinstance(check, str):
         return list(check), None
     source, places = _some(check, CHECKED, root)
@@ -171,7 +173,7 @@ def _some(data: str, most: int, root: str | None) -> tuple[Source, npt.NDArray[n
     return source, np.unique(np.linspace(0, len(source) - 1, min(most, len(source))).astype(np.int64))
 
 
-class Running(Model):
+class EngineModel(Model):
     """A model that an engine runs: it predicts as any other, and cannot be looked into."""
 
     def __init__(self, engine: Engine, source: Path | Model) -> None:
@@ -201,7 +203,7 @@ class Running(Model):
         if isinstance(self.source, Model):
             return weights_checksum(self.source.net)
         found = 0
-        for part in parts_of(self.source):
+        for part in existing_files(self.source):
             found = zlib.crc32(part.read_bytes(), found)
         return f"{found:08x}"
 
@@ -238,10 +240,10 @@ class Running(Model):
         return f"<vitrail.Model {name}, run by {self.engine.name} in {self.engine.precision}>"
 
 
-class Called(nn.Module):
+class EngineModule(nn.Module):
     """Such a model for those who call a network: its images are pixels, B C H W, 0 to 255."""
 
-    def __init__(self, vit: Running) -> None:
+    def __init__(self, vit: EngineModel) -> None:
         super().__init__()
         self.vit = vit
 
@@ -249,14 +251,14 @@ class Called(nn.Module):
         return self.vit.outputs(pixels).to(pixels.device)
 
 
-class AsTheyAre(Preprocess):
+class PixelPreprocess(Preprocess):
     """Images prepared as ever, and not normalized."""
 
     def normalize(self, batch: Tensor) -> Tensor:
         return batch
 
 
-def running(
+def with_engine(
     source: str | Path | Model,
     engine: str | None = None,
     *,
@@ -268,8 +270,8 @@ def running(
     root: str | None = None,
     **options: Any,
 ) -> Model:
-    """A model run by an engine, which `open_engine` describes: `running("ViT-B/16", "auto").predict("cat.jpg")`."""
-    if isinstance(source, Running):
+    """A model run by an engine, which `open_engine` describes: `with_engine("ViT-B/16", "auto").predict("cat.jpg")`."""
+    if isinstance(source, EngineModel):
         labels = source.labels if labels is None else labels
         source = source.source
     if isinstance(source, str | Path) and is_exported(Path(source).expanduser()):
@@ -277,7 +279,7 @@ def running(
         _check_unchanged(source, device, dtype, options)
     elif not isinstance(source, Model):
         source = load(source, dtype=dtype, **options)
-    vit = Running(open_engine(source, engine, device, threads, calibration_images(calibrate, root)), source)
+    vit = EngineModel(open_engine(source, engine, device, threads, calibration_images(calibrate, root)), source)
     if labels is not None:
         vit.info = vit.info.replace(labels=read_labels(labels, vit.info.config.num_classes))
     return vit

@@ -18,7 +18,7 @@ from vitrail.config import BiTConfig, Pair, ViTConfig, pair
 from vitrail.data.decode import ImageLike
 from vitrail.data.preprocess import Preprocess, is_image_list
 from vitrail.errors import ConfigError, ImageError, ModelError, NotFoundError, VitrailError
-from vitrail.export.names import is_exported
+from vitrail.export.export_options import is_exported
 from vitrail.models import Net, Output, ViT, build
 from vitrail.models.base import eval_mode
 from vitrail.models.families import FAMILIES
@@ -352,10 +352,10 @@ def load(
     path = source.path if isinstance(source, ModelLocation) else source
     where = None if isinstance(path, nn.Module) else Path(path).expanduser()
     if where is not None and is_exported(where):
-        from vitrail.api.exporting import running  # which needs this module
+        from vitrail.api.exporting import with_engine  # which needs this module
 
         requested = size | {"family": family, "section": section}
-        return running(where, labels=labels, device=device, dtype=dtype, **requested, **overrides)
+        return with_engine(where, labels=labels, device=device, dtype=dtype, **requested, **overrides)
     target = pick_device(device)
     options: dict[str, Any] = {"family": family, "dtype": pick_dtype(dtype), "check_finite": check_finite}
     if isinstance(source, nn.Module):

@@ -51,9 +51,9 @@ def open_with_engine(
     )
     if engine is None:
         return vit
-    from vitrail.api.exporting import Running, running
+    from vitrail.api.exporting import EngineModel, with_engine
 
-    if engine == "torch" and not isinstance(vit, Running):
+    if engine == "torch" and not isinstance(vit, EngineModel):
         return vit
     with err.status("exporting and comparing (only the first time)" if engine == "auto" else f"starting {engine}"):
-        return running(vit, engine, device=device, calibrate=calibrate)
+        return with_engine(vit, engine, device=device, calibrate=calibrate)

@@ -21,7 +21,7 @@ from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
     from vitrail.export.compare import Comparison
-    from vitrail.export.export import Exported
+    from vitrail.export.exporter import ExportResult
 
 CALLED = {"onnx": "ONNX", "pt2": "torch.export", "openvino": "OpenVINO"}
 
@@ -118,10 +118,10 @@ def _checked(
     dst: Path, to: str | None, precision: str, calibrate: str | None, labels: str | None, overwrite: bool
 ) -> tuple[Path, str, str]:
     """What is asked for, as far as it can be told without torch."""
-    from vitrail.export.names import requested
+    from vitrail.export.export_options import resolve_request
     from vitrail.weights.class_names import read_labels
 
-    found = requested(dst, to, precision, calibrated=calibrate is not None, overwrite=overwrite)
+    found = resolve_request(dst, to, precision, calibrated=calibrate is not None, overwrite=overwrite)
     if labels is not None:
         read_labels(labels)
     return found
@@ -184,26 +184,26 @@ def _count(batch: str) -> int | None:
     return int(batch)
 
 
-def _summary(found: Exported) -> str:
-    from vitrail.export.sheet import spelled
+def _summary(found: ExportResult) -> str:
+    from vitrail.export.export_metadata import format_size
 
-    sheet = found.sheet
-    many = "any batch" if sheet.batch_size is None else f"batches of {sheet.batch_size}"
-    goes = "pixels" if sheet.inside else "normalized images"
+    metadata = found.metadata
+    many = "any batch" if metadata.batch_size is None else f"batches of {metadata.batch_size}"
+    goes = "pixels" if metadata.normalize_inside else "normalized images"
     size_ = f"{found.size / 1e6:.1f} MB, the weights alone {found.weights / 1e6:.1f} in float32"
-    first = f"{CALLED[sheet.to]}, {sheet.precision}, {spelled(sheet.image)} px, {many}, {goes} to {sheet.answer}"
-    return f"{first}\nimages: {sheet.info.preprocess.summary()}\n{size_}\n"
+    first = f"{CALLED[metadata.to]}, {metadata.precision}, {format_size(metadata.image)} px"
+    return f"{first}, {many}, {goes} to {metadata.output_type}\nimages: {metadata.info.preprocess.summary()}\n{size_}\n"
 
 
-def _report(found: Exported) -> str:
+def _report(found: ExportResult) -> str:
     """What lies beside the file."""
-    info = found.sheet.info
+    info = found.metadata.info
     if info.task == "classify" and info.config.num_classes and info.labels is None:
         return f"{found.report} has these numbers and the preprocessing\nits classes have no names: pass --labels FILE"
     return f"{found.report} has these numbers, {'class names and ' * (info.labels is not None)}preprocessing"
 
 
-def _table(found: Exported) -> Table:
+def _table(found: ExportResult) -> Table:
     """Compared with the model: one number to a line, and dim beside it what it is held against."""
     compared = found.comparison
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
@@ -212,8 +212,8 @@ def _table(found: Exported) -> Table:
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("", style="dim")
     allowed = compared.to_dict()["relative_error_allowed"]
-    table.add_row("largest error", f"{compared.error:.1e}", f"of {compared.answer}")
-    table.add_row("relative error", f"{compared.relative:.1e}", f"{allowed:g} is allowed in {found.sheet.precision}")
+    table.add_row("largest error", f"{compared.error:.1e}", f"of {compared.output_type}")
+    table.add_row("relative error", f"{compared.relative:.1e}", f"{allowed:g} is allowed in {found.metadata.precision}")
     for row in _agreement(compared):
         table.add_row(*row)
     speed = compared.speed

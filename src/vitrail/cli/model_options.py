@@ -85,7 +85,7 @@ def _check_classes(vit: Model, model: str) -> None:
     try:
         vit.check_classes()
     except ModelError:
-        from vitrail.export.names import is_exported
+        from vitrail.export.export_options import is_exported
 
         if is_exported(model):
             raise ModelError(f"{model} has no classes: it outputs features; use vitrail embed.") from None

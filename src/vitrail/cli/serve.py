@@ -100,7 +100,7 @@ def serve(
         "calibrate": calibrate,
     }
     server, supervisor = _import_server()
-    from vitrail.export.names import is_exported
+    from vitrail.export.export_options import is_exported
     from vitrail.serve.limits import Limits
     from vitrail.serve.security import read_token
 
@@ -134,20 +134,20 @@ def load_served_model(
     notes_to_stderr()  # a worker is a separate process
     from vitrail.api.exporting import calibration_images
     from vitrail.export.engines import FileEngine, open_engine
-    from vitrail.export.names import is_exported
+    from vitrail.export.export_options import is_exported
     from vitrail.serve.served_model import ServedModel
     from vitrail.weights.class_names import read_labels
 
     if model is not None and is_exported(model):
         _check_unchanged(model, **options | {"calibrate": calibrate})
-        found, labels = open_engine(model, engine, threads=cores, lanes=cores), options.get("labels")
+        found, labels = open_engine(model, engine, threads=cores, concurrency=cores), options.get("labels")
         if labels is not None and isinstance(found, FileEngine):
-            found = found.named(found.info.replace(labels=read_labels(labels, found.info.config.num_classes)))
+            found = found.with_info(found.info.replace(labels=read_labels(labels, found.info.config.num_classes)))
         return ServedModel(found, name=Path(model).stem, parallel_batches=True)
     vit = open_model(model, require_classes=False, **options)
     parallel = vit.device.type == "cpu"
     images = calibration_images(calibrate)
-    runner = open_engine(vit, engine, vit.device, threads=cores, calibrate=images, lanes=cores if parallel else 1)
+    runner = open_engine(vit, engine, vit.device, threads=cores, calibrate=images, concurrency=cores if parallel else 1)
     return ServedModel(runner, vit, parallel_batches=parallel)
 
 

@@ -82,7 +82,7 @@ RENAMED: dict[str, dict[str, str]] = {
         "ran_on": "environment",
     },
     "result": {"stopped": "stop_reason", "compared": "comparisons"},
-    "export": {},
+    "export": {"card": "model_info"},
     "features": {"place": "features", "pictures": "images", "normalise": "normalize", "batch": "batch_size"},
 }
 """Section of a document -> old field name -> new field name."""
@@ -108,7 +108,7 @@ def current(document: Document, values: Mapping[str, Any]) -> dict[str, Any]:
     if version not in (1, VERSION):
         raise FormatError(f"got {key}={version!r}, expected at most {VERSION}; a newer vitrail wrote this file.")
     rest = {name: value for name, value in values.items() if name != key}
-    if version == VERSION:
+    if version == VERSION and document != "export":  # early exports of version 2 have the old name, too
         return rest
     upgrade = {"run": _run, "model": _model, "result": _result, "features": _features}.get(document)
     return upgrade(rest) if upgrade else _renamed(document, rest)

@@ -1,6 +1,6 @@
 """Model -> ONNX, torch.export, OpenVINO, each checked against the model; and the engines that run them.
 
-packaged, sheet      the network with its preprocessing inside; what travels with it
+packaged, metadata      the network with its preprocessing inside; what travels with it
 formats              written as ONNX, a torch.export program or OpenVINO
 quantize, compress   8-bit integers: calibrated on images, in ONNX; token by token, in OpenVINO
 engines              what runs a file or a network: torch, ONNX Runtime, OpenVINO

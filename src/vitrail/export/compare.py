@@ -16,7 +16,7 @@ import numpy.typing as npt
 from vitrail.errors import CheckpointError
 from vitrail.evaluate.intervals import Estimate, paired_difference, proportion
 from vitrail.export.engines import Engine, FileEngine, Floats, Pixels, TorchEngine, openvino_limit
-from vitrail.export.sheet import Answer
+from vitrail.export.export_metadata import OutputType
 from vitrail.runtime.amx import ISA_VARIABLE
 from vitrail.runtime.cores import usable_cores
 from vitrail.runtime.cpu import CpuInfo, detect_cpu
@@ -54,7 +54,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class RanOn:
+class Environment:
     """Where a comparison was made: another CPU or version may round differently, and has another speed."""
 
     cpu: CpuInfo
@@ -67,7 +67,7 @@ class RanOn:
     """Value of ONEDNN_MAX_CPU_ISA, which keeps instruction sets from being used; empty where it is not set."""
 
     @classmethod
-    def here(cls, engine: str) -> RanOn:
+    def detect(cls, engine: str) -> Environment:
         try:
             found = version(engine)
         except PackageNotFoundError:
@@ -97,7 +97,7 @@ class Comparison:
     """What was found."""
 
     images: int
-    answer: Answer
+    output_type: OutputType
     precision: str
     error: float
     """The largest difference of any output."""
@@ -111,7 +111,7 @@ class Comparison:
     """Top-1 of the export less that of the model, where images have labels."""
     top1: tuple[float, float] | None
     """Of the export and of the model."""
-    ran_on: RanOn
+    ran_on: Environment
     speed: Speed | None = None
     alike: bool = False
     """Whether the model gives the same for every image, so that agreeing with it says little."""
@@ -125,7 +125,7 @@ class Comparison:
         """Why this export will not do, in a few words; empty where it will."""
         allowed = TOLERANCE[self.precision]
         if not self.relative <= allowed:  # a NaN is no agreement
-            return f"its {self.answer} are off by {self.relative:.2g} of their size, {allowed:g} is allowed"
+            return f"its {self.output_type} are off by {self.relative:.2g} of their size, {allowed:g} is allowed"
         found = None if self.same is None else proportion(self.same + self.near, self.images)
         if found is not None and found.high < AGREEMENT[self.precision]:
             expected = f"{100 * AGREEMENT[self.precision]:.0f} %"
@@ -142,7 +142,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {
             "images": self.images,
-            "output": self.answer,
+            "output": self.output_type,
             "largest_error": self.error,
             "relative_error": self.relative,
             "relative_error_allowed": TOLERANCE[self.precision],
@@ -167,22 +167,22 @@ def compare(
     advance: Callable[[int], None] = lambda count: None,
 ) -> Comparison:
     """Both on the same images, N times H W C; `targets` are their classes, -1 where nobody knows."""
-    size = engine.sheet.batch_size or BATCH
+    size = engine.metadata.batch_size or BATCH
     ours, theirs = [], []
     for i in range(0, len(pixels), size):
         batch = np.stack(pixels[i : i + size])
         ours.append(engine.outputs(batch))
-        theirs.append(answers(model.logits(batch), engine.sheet.answer, engine.info.multi_label))
+        theirs.append(apply_output_type(model.logits(batch), engine.metadata.output_type, engine.info.multi_label))
         advance(len(batch))
     got, expected = np.concatenate(ours).astype(np.float64), np.concatenate(theirs).astype(np.float64)
     speed = None
     if timed:
         many = np.stack([pixels[i % len(pixels)] for i in range(size)])
-        speed = in_turns(engine, model, many)
-    return measured(got, expected, targets, engine, speed)
+        speed = time_alternately(engine, model, many)
+    return compare_outputs(got, expected, targets, engine, speed)
 
 
-def measured(
+def compare_outputs(
     got: npt.NDArray[np.float64],
     expected: npt.NDArray[np.float64],
     targets: npt.NDArray[np.int64] | None,
@@ -203,7 +203,7 @@ def measured(
             change, top1 = paired_difference(right, before), (float(right.mean()), float(before.mean()))
     return Comparison(
         images=len(got),
-        answer=engine.sheet.answer,
+        output_type=engine.metadata.output_type,
         precision=engine.precision,
         error=error,
         relative=float(np.linalg.norm(got - expected)) / max(float(np.linalg.norm(expected)), 1e-30),
@@ -211,16 +211,16 @@ def measured(
         near=near if engine.precision == "float32" else 0,
         change=change,
         top1=top1,
-        ran_on=RanOn.here(engine.name),
+        ran_on=Environment.detect(engine.name),
         speed=speed,
         alike=len(expected) > 1
         and bool(np.ptp(expected, axis=0).max() <= 1e-6 * max(float(np.abs(expected).max()), 1e-30)),
     )
 
 
-def answers(logits: Floats, answer: Answer, multi_label: bool) -> Floats:
+def apply_output_type(logits: Floats, output_type: OutputType, multi_label: bool) -> Floats:
     """What a file would say where the model has these logits."""
-    if answer != "probabilities":
+    if output_type != "probabilities":
         return logits
     if multi_label:
         return 0.5 * (1 + np.tanh(0.5 * logits))  # the sigmoid, without overflow
@@ -228,16 +228,18 @@ def answers(logits: Floats, answer: Answer, multi_label: bool) -> Floats:
     return grown / grown.sum(1, keepdims=True)
 
 
-def in_turns(engine: Engine, model: Engine, batch: Pixels) -> Speed:
+def time_alternately(engine: Engine, model: Engine, batch: Pixels) -> Speed:
     """How fast both are: a machine that is slow for a while is slow for both."""
     for one in (engine, model):
         one.logits(batch)
-    rounds = [(rate(engine, batch, SECONDS), rate(model, batch, SECONDS)) for _ in range(ROUNDS)]
+    rounds = [
+        (measure_throughput(engine, batch, SECONDS), measure_throughput(model, batch, SECONDS)) for _ in range(ROUNDS)
+    ]
     export, own = (statistics.median(r[i] for r in rounds) for i in (0, 1))
     return Speed(export=export, model=own, ratio=statistics.median(a / b for a, b in rounds), batch_size=len(batch))
 
 
-def rate(engine: Engine, batch: Pixels, seconds: float) -> float:
+def measure_throughput(engine: Engine, batch: Pixels, seconds: float) -> float:
     """Images a second over about so many seconds, after a pause: threads of the last one asked spin for a while."""
     time.sleep(seconds / 2)
     count, start = 0, time.perf_counter()
@@ -247,7 +249,7 @@ def rate(engine: Engine, batch: Pixels, seconds: float) -> float:
     return count / spent if spent >= seconds else count / (time.perf_counter() - start)
 
 
-def check(comparison: Comparison, what: str) -> None:
+def check_agreement(comparison: Comparison, what: str) -> None:
     """Raise CheckpointError where an export is not the model."""
     if comparison.problem:
         raise CheckpointError(f"{what} does not agree with the model: {comparison.problem}. Nothing was left behind.")

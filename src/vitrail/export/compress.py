@@ -1,7 +1,7 @@
 """OpenVINO in 8-bit integers without images to calibrate on: weights rounded, activations as they come.
 
 Weights have one scale for each output channel and lie in the file as integers. Activations get theirs
-while the network runs, one for each token and each stretch of `group_of` numbers, so that no image can
+while the network runs, one for each token and each stretch of `group_size` numbers, so that no image can
 lie outside of a range that other images have set, and one large token spoils no other. OpenVINO
 computes such a product in integers where the CPU has instructions for it, and in float32 where not.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from vitrail.errors import ModelError
-from vitrail.export.extras import need
+from vitrail.export.optional_packages import import_optional
 
 # I inputs, O outputs of a product
 
@@ -25,7 +25,7 @@ LEVELS = 127
 
 def compress(model: Any) -> list[str]:
     """Write the weights of an OpenVINO model's products as integers; gives what to say of it."""
-    operators = need("openvino.opset13")
+    operators = import_optional("openvino.opset13")
     products = _products(model)
     if not products:
         raise ModelError("this network has no products with constant weights to write in integers.")
@@ -40,7 +40,7 @@ def compress(model: Any) -> list[str]:
     return [f"the weights of {len(products)} products are 8-bit integers; activations are rounded token by token"]
 
 
-def group_of(model: Any) -> int:
+def group_size(model: Any) -> int:
     """How many numbers of a token share a scale: as many as divide the inputs of every compressed product; 0: none."""
     inputs = [product.input_value(1).get_partial_shape()[1].get_length() for product in _compressed(model)]
     common = math.gcd(*inputs)

@@ -3,7 +3,7 @@
     engine = open_engine("model.onnx")
     engine.logits(pixels)    # B H W C, as Preprocess.pixels gives them -> B outputs
 
-Engines may be called from several threads. Where that is the rule (`lanes`), each call computes on its
+Engines may be called from several threads. Where that is the rule (`concurrency`), each call computes on its
 own share of the cores; else one call uses all of them.
 """
 
@@ -25,11 +25,11 @@ import torch
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError, did_you_mean
-from vitrail.export.compress import group_of
-from vitrail.export.extras import need, quiet
-from vitrail.export.formats import check_graph, first_line, read_program, sheet_of
-from vitrail.export.names import beside, is_exported
-from vitrail.export.sheet import KEY, Sheet
+from vitrail.export.compress import group_size
+from vitrail.export.export_metadata import KEY, ExportMetadata
+from vitrail.export.export_options import is_exported, weights_path
+from vitrail.export.formats import check_graph, error_summary, parse_metadata, read_program
+from vitrail.export.optional_packages import import_optional, silence_exporters
 from vitrail.models import Net
 from vitrail.models.base import eval_mode
 from vitrail.runtime import pick_device, warn_once
@@ -48,7 +48,11 @@ Floats = npt.NDArray[np.float32]
 Name = Literal["torch", "onnxruntime", "openvino"]
 
 ENGINES = ("torch", "onnxruntime", "openvino", "auto")
-RUNS: dict[str, tuple[Name, ...]] = {".onnx": ("onnxruntime", "openvino"), ".pt2": ("torch",), ".xml": ("openvino",)}
+ENGINES_BY_SUFFIX: dict[str, tuple[Name, ...]] = {
+    ".onnx": ("onnxruntime", "openvino"),
+    ".pt2": ("torch",),
+    ".xml": ("openvino",),
+}
 """Which engines run which files; the first where none is named."""
 SATURATES = (
     "this int8 file is from an older vitrail: its products can exceed the 16 bits in which this CPU, which has no VNNI "
@@ -103,21 +107,21 @@ class TorchEngine:
 class FileEngine:
     """An exported file; `run` takes what it was exported for and gives what it gives."""
 
-    def __init__(self, name: Name, sheet: Sheet, run: Callable[[Pixels], Floats]) -> None:
-        self.name, self.sheet, self.run = name, sheet, run
-        self.preprocess = Preprocess(sheet.info.preprocess)
+    def __init__(self, name: Name, metadata: ExportMetadata, run: Callable[[Pixels], Floats]) -> None:
+        self.name, self.metadata, self.run = name, metadata, run
+        self.preprocess = Preprocess(metadata.info.preprocess)
 
     @property
     def info(self) -> ModelInfo:
-        return self.sheet.info
+        return self.metadata.info
 
     @property
     def precision(self) -> str:
-        return self.sheet.precision
+        return self.metadata.precision
 
     def logits(self, pixels: Pixels) -> Floats:
         out = self.outputs(pixels)
-        if self.sheet.answer != "probabilities":
+        if self.metadata.output_type != "probabilities":
             return out
         tiny = np.finfo(np.float32).tiny
         logs = np.log(np.maximum(out, tiny))
@@ -125,29 +129,29 @@ class FileEngine:
 
     def outputs(self, pixels: Pixels) -> Floats:
         """What the file itself gives for pixels, whatever its batch."""
-        given = self.prepared(pixels)
-        size = self.sheet.batch_size
+        given = self.to_input(pixels)
+        size = self.metadata.batch_size
         if size is None:
             return self.run(given)
-        parts = [self.run(_filled(given[i : i + size], size))[: len(given) - i] for i in range(0, len(given), size)]
+        parts = [self.run(_padded(given[i : i + size], size))[: len(given) - i] for i in range(0, len(given), size)]
         return np.concatenate(parts)
 
-    def named(self, info: ModelInfo) -> FileEngine:
+    def with_info(self, info: ModelInfo) -> FileEngine:
         """The same file, for a model info that has other names for its classes."""
-        return FileEngine(self.name, replace(self.sheet, info=info), self.run)
+        return FileEngine(self.name, replace(self.metadata, info=info), self.run)
 
     def __repr__(self) -> str:
         return f"<{self.name} in {self.precision}: {self.info.origin or self.info.family}>"
 
-    def prepared(self, pixels: Pixels) -> Pixels:
+    def to_input(self, pixels: Pixels) -> Pixels:
         """B H W C, 0 to 255 -> what goes into the file."""
-        if self.sheet.inside:
-            kind = np.uint8 if self.sheet.bytes_in else np.float32
+        if self.metadata.normalize_inside:
+            kind = np.uint8 if self.metadata.takes_uint8 else np.float32
             return np.ascontiguousarray(pixels, kind)
         return self.preprocess.normalize(torch.from_numpy(pixels).permute(0, 3, 1, 2)).numpy()
 
 
-def _filled(batch: Pixels, size: int) -> Pixels:
+def _padded(batch: Pixels, size: int) -> Pixels:
     """Black images after the last one, up to a full batch."""
     missing = size - len(batch)
     return batch if not missing else np.concatenate([batch, np.zeros((missing, *batch.shape[1:]), batch.dtype)])
@@ -159,7 +163,7 @@ def open_engine(
     device: str | torch.device = "auto",
     threads: int | None = None,
     calibrate: Sequence[Any] = (),
-    lanes: int = 1,
+    concurrency: int = 1,
     **options: Any,
 ) -> Engine:
     """What runs a model: an exported file, a model, or whatever `vitrail.load` takes.
@@ -167,7 +171,7 @@ def open_engine(
     engine: "torch" (the default), "onnxruntime", "openvino", or "auto": the fastest that is installed
     and agrees with the model, with int8 scales from the images of `calibrate` where there are any. An
     exported file brings its own. For another engine than torch a model is exported first, once: the
-    files are kept. `threads` are all cores it may use, `lanes` how many calls will be made side by side.
+    files are kept. `threads` are all cores it may use, `concurrency` how many calls will be made side by side.
     `options` are those of `load_checkpoint`.
     """
     if engine is not None and engine not in ENGINES:
@@ -175,108 +179,114 @@ def open_engine(
     if threads is not None and threads < 1:
         raise ConfigError(f"threads={threads}: expected 1 or more.")
     if is_exported(source):
-        from vitrail.export import choose  # which opens files itself
+        from vitrail.export import autotune  # which opens files itself
 
-        return choose.opened(Path(source), engine, threads, lanes)
+        return autotune.open_export(Path(source), engine, threads, concurrency)
     if isinstance(source, str | Path | ModelLocation):
         net, info = load_checkpoint(source, **options)
     else:
         net, info = source.net, source.info
     target = pick_device(device)
     if engine in (None, "torch"):
-        return torch_engine(net, info, target, threads, lanes)
-    from vitrail.export import choose, kept  # which make engines themselves
+        return torch_engine(net, info, target, threads, concurrency)
+    from vitrail.export import autotune, engine_cache  # which make engines themselves
 
     if engine == "auto":
-        return choose.fastest(net, info, target, threads, calibrate, lanes)
-    return kept.kept_engine(net, info, engine, "float32", threads, lanes)
+        return autotune.fastest_engine(net, info, target, threads, calibrate, concurrency)
+    return engine_cache.cached_engine(net, info, engine, "float32", threads, concurrency)
 
 
 def torch_engine(
-    net: Net, info: ModelInfo, device: str | torch.device = "cpu", threads: int | None = None, lanes: int = 1
+    net: Net, info: ModelInfo, device: str | torch.device = "cpu", threads: int | None = None, concurrency: int = 1
 ) -> TorchEngine:
-    _use(threads, lanes)
+    _set_torch_threads(threads, concurrency)
     return TorchEngine(net, info, device)
 
 
-def _use(threads: int | None, lanes: int) -> None:
+def _set_torch_threads(threads: int | None, concurrency: int) -> None:
     """torch's cores for one call."""
-    if threads is not None or lanes > 1:
-        torch.set_num_threads(_share(threads, lanes))
+    if threads is not None or concurrency > 1:
+        torch.set_num_threads(_threads_per_call(threads, concurrency))
 
 
-def _share(threads: int | None, lanes: int) -> int:
+def _threads_per_call(threads: int | None, concurrency: int) -> int:
     """Cores of one call among several."""
-    return max((threads or usable_cores()) // lanes, 1)
+    return max((threads or usable_cores()) // concurrency, 1)
 
 
-def open_file(path: Path, engine: str | None = None, threads: int | None = None, lanes: int = 1) -> FileEngine:
+def open_file(path: Path, engine: str | None = None, threads: int | None = None, concurrency: int = 1) -> FileEngine:
     """An exported file, run by the first engine that can, or by another."""
-    able = RUNS[path.suffix.lower()]
+    able = ENGINES_BY_SUFFIX[path.suffix.lower()]
     if engine not in (None, *able):
         raise ConfigError(f"{path} is run by {' or '.join(able)}, not by {engine}.")
     name = engine or able[0]
     if name == "torch":
-        return _open_program(path, threads, lanes)
-    return _open_onnx(path, threads, lanes) if name == "onnxruntime" else _open_openvino(path, threads, lanes)
+        return _open_program(path, threads, concurrency)
+    return (
+        _open_onnx(path, threads, concurrency) if name == "onnxruntime" else _open_openvino(path, threads, concurrency)
+    )
 
 
-def _open_program(path: Path, threads: int | None, lanes: int) -> FileEngine:
-    _use(threads, lanes)
-    module, sheet = read_program(path)
-    if sheet.precision == "bfloat16":
+def _open_program(path: Path, threads: int | None, concurrency: int) -> FileEngine:
+    _set_torch_threads(threads, concurrency)
+    module, metadata = read_program(path)
+    if metadata.precision == "bfloat16":
         check_bfloat16()
 
     @torch.no_grad()
     def run(given: Pixels) -> Floats:
         return module(torch.from_numpy(given)).numpy()
 
-    return FileEngine("torch", sheet, run)
+    return FileEngine("torch", metadata, run)
 
 
-def _open_onnx(path: Path, threads: int | None, lanes: int) -> FileEngine:
-    runtime = need("onnxruntime")
+def _open_onnx(path: Path, threads: int | None, concurrency: int) -> FileEngine:
+    runtime = import_optional("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3
-    options.intra_op_num_threads = _share(threads, lanes) if lanes > 1 else threads or 0
+    options.intra_op_num_threads = _threads_per_call(threads, concurrency) if concurrency > 1 else threads or 0
     try:
-        if beside(path).exists() and hasattr(options, "add_external_initializers_from_files_in_memory"):
-            weights = beside(path).read_bytes()  # else ONNX Runtime keeps the file mapped, and changes with it
-            options.add_external_initializers_from_files_in_memory([beside(path).name], [weights], [len(weights)])
-        with quiet():
+        if weights_path(path).exists() and hasattr(options, "add_external_initializers_from_files_in_memory"):
+            weights = weights_path(path).read_bytes()  # else ONNX Runtime keeps the file mapped, and changes with it
+            options.add_external_initializers_from_files_in_memory([weights_path(path).name], [weights], [len(weights)])
+        with silence_exporters():
             session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # a class of its own for each kind of failure
-        raise CheckpointError(f"{path} cannot be read as ONNX: {first_line(error)}.") from error
-    sheet = sheet_of(session.get_modelmeta().custom_metadata_map.get(KEY), path)
-    check_graph(sheet, session.get_inputs()[0].shape, session.get_outputs()[0].shape, path)
-    warn_of_saturation(sheet, path)
+        raise CheckpointError(f"{path} cannot be read as ONNX: {error_summary(error)}.") from error
+    metadata = parse_metadata(session.get_modelmeta().custom_metadata_map.get(KEY), path)
+    check_graph(metadata, session.get_inputs()[0].shape, session.get_outputs()[0].shape, path)
+    warn_of_saturation(metadata, path)
     name = session.get_inputs()[0].name
 
     def run(given: Pixels) -> Floats:
         return session.run(None, {name: given})[0]
 
-    return FileEngine("onnxruntime", sheet, run)
+    return FileEngine("onnxruntime", metadata, run)
 
 
-def _open_openvino(path: Path, threads: int | None, lanes: int) -> FileEngine:
+def _open_openvino(path: Path, threads: int | None, concurrency: int) -> FileEngine:
     core = openvino_core()
     try:
-        with quiet():
+        with silence_exporters():
             model = core.read_model(str(path))
             text = model.get_rt_info([KEY]).astype(str) if model.has_rt_info([KEY]) else None
-            sheet = sheet_of(text or _onnx_sheet(path), path)
-            check_graph(sheet, _shape(model.inputs[0]), _shape(model.outputs[0]), path)
+            metadata = parse_metadata(text or _onnx_metadata(path), path)
+            check_graph(metadata, _shape(model.inputs[0]), _shape(model.outputs[0]), path)
             # Left to itself it computes in bfloat16 wherever the CPU has that.
-            settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "bf16" if sheet.precision == "bfloat16" else "f32"}
+            settings: dict[str, Any] = {
+                "INFERENCE_PRECISION_HINT": "bf16" if metadata.precision == "bfloat16" else "f32"
+            }
             settings |= {"INFERENCE_NUM_THREADS": threads} if threads else {}
-            group = group_of(model) if sheet.precision == "int8" else None
+            group = group_size(model) if metadata.precision == "int8" else None
             settings |= {"DYNAMIC_QUANTIZATION_GROUP_SIZE": group} if group is not None else {}
             if not group:  # else OpenVINO rounds activations only on a CPU with VNNI
-                warn_of_saturation(sheet, path)
-            compiled = Compiled(lambda how: core.compile_model(model, "CPU", settings | how), lanes, sheet.batch_size)
+                warn_of_saturation(metadata, path)
+            compiled = Compiled(
+                lambda how: core.compile_model(model, "CPU", settings | how), concurrency, metadata.batch_size
+            )
     except RuntimeError as error:
-        raise CheckpointError(f"{path} cannot be run by OpenVINO: {first_line(error)}.") from error
-    return FileEngine("openvino", sheet, compiled)
+        raise CheckpointError(f"{path} cannot be run by OpenVINO: {error_summary(error)}.") from error
+    return FileEngine("openvino", metadata, compiled)
 
 
 def _shape(port: Any) -> list[int | None]:
@@ -284,9 +294,9 @@ def _shape(port: Any) -> list[int | None]:
     return [None if side.is_dynamic else side.get_length() for side in port.partial_shape]
 
 
-def warn_of_saturation(sheet: Sheet, path: Path) -> None:
+def warn_of_saturation(metadata: ExportMetadata, path: Path) -> None:
     """Say that an int8 file may answer wrongly on this CPU."""
-    if sheet.saturates and detect_cpu().int8_saturates:
+    if metadata.saturates and detect_cpu().int8_saturates:
         warn_once([SATURATES], about=str(path))
 
 
@@ -298,15 +308,15 @@ class Compiled:
     image later goes where there is something compiled already.
     """
 
-    def __init__(self, compile_for: Callable[[dict[str, Any]], Any], lanes: int, batch_size: int | None) -> None:
-        self.compile_for, self.lanes, self.batch = compile_for, lanes, batch_size
+    def __init__(self, compile_for: Callable[[dict[str, Any]], Any], concurrency: int, batch_size: int | None) -> None:
+        self.compile_for, self.concurrency, self.batch = compile_for, concurrency, batch_size
         self.lock = threading.Lock()
         self.alone: queue.SimpleQueue[Any] | None = None
         """The one request that has all cores."""
         self.shared: queue.SimpleQueue[Any] | None = None
         """Requests that have a share each, those that are free."""
-        if lanes > 1:
-            self._share()
+        if concurrency > 1:
+            self._compile_shared()
 
     def __call__(self, given: Pixels) -> Floats:
         most = len(given) if self.batch is None else 1  # a fixed batch is never parted
@@ -322,7 +332,7 @@ class Compiled:
             for request, part in zip(requests, parts, strict=True):
                 started.append(request)
                 request.start_async([part], share_inputs=True)
-            return np.concatenate([_waited(request) for request in requests])
+            return np.concatenate([_wait_for_output(request) for request in requests])
         finally:
             for request in started:  # an interrupted call leaves none at work on pixels that are gone
                 with suppress(RuntimeError):
@@ -335,14 +345,14 @@ class Compiled:
             if self.shared is not None and (most > 1 or self.alone is None):
                 return self.shared
             if most > 1:
-                return self._share()
+                return self._compile_shared()
             if self.alone is None:
                 self.alone = queue.SimpleQueue()
                 self.alone.put(self.compile_for({"PERFORMANCE_HINT": "LATENCY"}).create_infer_request())
             return self.alone
 
-    def _share(self) -> queue.SimpleQueue[Any]:
-        hint = {"NUM_STREAMS": self.lanes} if self.lanes > 1 else {"PERFORMANCE_HINT": "THROUGHPUT"}
+    def _compile_shared(self) -> queue.SimpleQueue[Any]:
+        hint = {"NUM_STREAMS": self.concurrency} if self.concurrency > 1 else {"PERFORMANCE_HINT": "THROUGHPUT"}
         compiled = self.compile_for(hint)
         self.shared = queue.SimpleQueue()
         for _ in range(compiled.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS")):
@@ -350,22 +360,22 @@ class Compiled:
         return self.shared
 
 
-def _waited(request: Any) -> Floats:
+def _wait_for_output(request: Any) -> Floats:
     request.wait()
     return np.array(request.get_output_tensor(0).data)
 
 
-def _onnx_sheet(path: Path) -> str | None:
+def _onnx_metadata(path: Path) -> str | None:
     """OpenVINO reads ONNX without its metadata."""
     if path.suffix.lower() != ".onnx":
         return None
-    found = need("onnx").load(str(path), load_external_data=False).metadata_props
+    found = import_optional("onnx").load(str(path), load_external_data=False).metadata_props
     return next((entry.value for entry in found if entry.key == KEY), None)
 
 
 def openvino_core() -> Any:
     """OpenVINO, with the limit on its instruction sets in place: it reads that once, when it first compiles."""
-    openvino = need("openvino")
+    openvino = import_optional("openvino")
     try:
         disable_broken_amx()
     except ConfigError:  # too late for torch, which has begun already
@@ -384,7 +394,7 @@ def _start_openvino() -> None:
     given, limit = os.environ.get(ISA_VARIABLE, ""), openvino_limit()
     if given == limit:
         return
-    openvino, operators = need("openvino"), need("openvino.opset13")
+    openvino, operators = import_optional("openvino"), import_optional("openvino.opset13")
     x = operators.parameter([-1, 16], np.float32)
     os.environ[ISA_VARIABLE] = limit
     try:

@@ -1,4 +1,4 @@
-"""A traced network -> a file: ONNX, torch.export's own, OpenVINO; each with its sheet inside."""
+"""A traced network -> a file: ONNX, torch.export's own, OpenVINO; each with its metadata inside."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 
 from vitrail.errors import FormatError
 from vitrail.export.compress import compress
-from vitrail.export.extras import need, quiet
-from vitrail.export.names import beside
-from vitrail.export.program import first_line as first_line
-from vitrail.export.program import read_archive, write_program
+from vitrail.export.export_metadata import KEY, ExportMetadata
+from vitrail.export.export_options import weights_path
+from vitrail.export.optional_packages import import_optional, silence_exporters
+from vitrail.export.pt2_archive import error_summary as error_summary
+from vitrail.export.pt2_archive import read_archive, write_program
 from vitrail.export.quantize import quantize
-from vitrail.export.sheet import KEY, Sheet
 from vitrail.weights.size_limits import check_image_size
 
-LARGEST = 1_900_000_000
+MAX_ONNX_BYTES = 1_900_000_000
 """Bytes that one ONNX file can hold, nearly; beyond, the weights lie in a file beside it."""
 
 
 def write(
     program: torch.export.ExportedProgram | Path,
-    sheet: Sheet,
+    metadata: ExportMetadata,
     path: Path,
     calibration: Sequence[npt.NDArray[Any]] = (),
 ) -> list[str]:
@@ -35,56 +35,56 @@ def write(
     For OpenVINO the network may lie in an ONNX file already.
     """
     if isinstance(program, Path):
-        return _write_openvino(program, sheet, path, compressed=sheet.precision == "int8")
-    if sheet.to == "pt2":
-        write_program(program, path, sheet.to_json())
+        return _write_openvino(program, metadata, path, compressed=metadata.precision == "int8")
+    if metadata.to == "pt2":
+        write_program(program, path, metadata.to_json())
         return []
-    if sheet.to == "onnx":
-        return _write_onnx(program, sheet, path, calibration)
-    need("openvino")  # before the work
+    if metadata.to == "onnx":
+        return _write_onnx(program, metadata, path, calibration)
+    import_optional("openvino")  # before the work
     bridge = path.with_suffix(".bridge.onnx")
     try:
-        alone = sheet.precision == "int8" and not calibration  # OpenVINO's own integers need no images
-        notes = _write_onnx(program, replace(sheet, precision="float32") if alone else sheet, bridge, calibration)
-        notes += _write_openvino(bridge, sheet, path, compressed=alone)
+        alone = metadata.precision == "int8" and not calibration  # OpenVINO's own integers need no images
+        notes = _write_onnx(program, replace(metadata, precision="float32") if alone else metadata, bridge, calibration)
+        notes += _write_openvino(bridge, metadata, path, compressed=alone)
     finally:
-        for part in (bridge, beside(bridge)):
+        for part in (bridge, weights_path(bridge)):
             part.unlink(missing_ok=True)
     return notes
 
 
 def _write_onnx(
-    program: torch.export.ExportedProgram, sheet: Sheet, path: Path, calibration: Sequence[npt.NDArray[Any]]
+    program: torch.export.ExportedProgram, metadata: ExportMetadata, path: Path, calibration: Sequence[npt.NDArray[Any]]
 ) -> list[str]:
-    onnx = need("onnx")
-    need("onnxscript")
-    with quiet():
+    onnx = import_optional("onnx")
+    import_optional("onnxscript")
+    with silence_exporters():
         made = torch.onnx.export(
             program,
             dynamo=True,
-            input_names=["pixels" if sheet.inside else "images"],
-            output_names=[sheet.answer],
+            input_names=["pixels" if metadata.normalize_inside else "images"],
+            output_names=[metadata.output_type],
             verbose=False,
         )
         assert made is not None
         model = made.model_proto
-    _name_batch(model)
+    _name_batch_dimension(model)
     notes: list[str] = []
-    if sheet.precision == "int8":
+    if metadata.precision == "int8":
         model, notes = quantize(model, calibration)
     entry = model.metadata_props.add()
-    entry.key, entry.value = KEY, sheet.to_json()
-    model.doc_string = f"{sheet.info.title}, written by vitrail"
-    if bytes_of(model) > LARGEST:
+    entry.key, entry.value = KEY, metadata.to_json()
+    model.doc_string = f"{metadata.info.title}, written by vitrail"
+    if weight_bytes(model) > MAX_ONNX_BYTES:
         onnx.save_model(
-            model, str(path), save_as_external_data=True, all_tensors_to_one_file=True, location=beside(path).name
+            model, str(path), save_as_external_data=True, all_tensors_to_one_file=True, location=weights_path(path).name
         )
     else:
         onnx.save_model(model, str(path))
     return notes
 
 
-def _name_batch(model: Any) -> None:
+def _name_batch_dimension(model: Any) -> None:
     """Call the number of images so, where the exporter gives it a symbol; and without the source's places."""
     graph = model.graph
     for part in (graph, *graph.node):
@@ -96,55 +96,55 @@ def _name_batch(model: Any) -> None:
                 dimension.dim_param = "batch"
 
 
-def bytes_of(model: Any) -> int:
+def weight_bytes(model: Any) -> int:
     """Of an ONNX model's weights; those of the whole cannot be asked for above two gigabytes."""
     return sum(len(tensor.raw_data) for tensor in model.graph.initializer)
 
 
-def _write_openvino(bridge: Path, sheet: Sheet, path: Path, *, compressed: bool) -> list[str]:
-    openvino = need("openvino")
-    with quiet():
+def _write_openvino(bridge: Path, metadata: ExportMetadata, path: Path, *, compressed: bool) -> list[str]:
+    openvino = import_optional("openvino")
+    with silence_exporters():
         model = openvino.Core().read_model(str(bridge))
         notes = compress(model) if compressed else []
-        model.set_rt_info(sheet.to_json(), [KEY])
+        model.set_rt_info(metadata.to_json(), [KEY])
         # Ten bits of float16 are more than the eight that bfloat16 computes with.
-        openvino.save_model(model, str(path), compress_to_fp16=sheet.precision == "bfloat16")
+        openvino.save_model(model, str(path), compress_to_fp16=metadata.precision == "bfloat16")
     return notes
 
 
-def parts_of(path: Path) -> list[Path]:
+def existing_files(path: Path) -> list[Path]:
     """The files of an export, the one that is opened last."""
-    return [part for part in (beside(path), path) if part.exists()]
+    return [part for part in (weights_path(path), path) if part.exists()]
 
 
-def read_program(path: Path) -> tuple[Any, Sheet]:
-    """A module to call, and its sheet."""
+def read_program(path: Path) -> tuple[Any, ExportMetadata]:
+    """A module to call, and its metadata."""
     module, text = read_archive(path)
-    sheet = sheet_of(text, path)
+    metadata = parse_metadata(text, path)
     nodes = {node.op: node for node in module.graph.nodes}
-    check_graph(sheet, nodes["placeholder"].meta["val"].shape, nodes["output"].args[0][0].meta["val"].shape, path)
-    return module, sheet
+    check_graph(metadata, nodes["placeholder"].meta["val"].shape, nodes["output"].args[0][0].meta["val"].shape, path)
+    return module, metadata
 
 
-def check_graph(sheet: Sheet, given: Sequence[Any], gives: Sequence[Any], path: Path) -> None:
+def check_graph(metadata: ExportMetadata, given: Sequence[Any], gives: Sequence[Any], path: Path) -> None:
     """Raise FormatError where a file states other sizes than its graph has; a dimension that is no number is any."""
     inputs, outputs = ([side if type(side) is int else None for side in shape] for shape in (given, gives))
-    if inputs != [sheet.batch_size, *sheet.shape]:
+    if inputs != [metadata.batch_size, *metadata.shape]:
         raise FormatError(
-            f"{path}: got images of {[sheet.batch_size, *sheet.shape]} in its metadata, its graph takes {inputs}."
+            f"{path}: got images of {[metadata.batch_size, *metadata.shape]} in its metadata, its graph takes {inputs}."
         )
-    classes = sheet.info.config.num_classes
-    if sheet.answer != "features" and outputs[1:] != [classes]:
+    classes = metadata.info.config.num_classes
+    if metadata.output_type != "features" and outputs[1:] != [classes]:
         raise FormatError(f"{path}: got {classes} classes in its metadata, its graph gives {outputs[1:]}.")
 
 
-def sheet_of(text: object, path: Path) -> Sheet:
-    """The sheet that a file holds, which without one is somebody else's."""
+def parse_metadata(text: object, path: Path) -> ExportMetadata:
+    """The metadata that a file holds, which without one is somebody else's."""
     if not text:
         raise FormatError(f"{path} was not written by vitrail export: it does not say how its images are prepared.")
     try:
-        sheet = Sheet.from_json(str(text))
-        check_image_size(sheet.info)
-        return sheet
+        metadata = ExportMetadata.from_json(str(text))
+        check_image_size(metadata.info)
+        return metadata
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error

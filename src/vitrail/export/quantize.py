@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrail.errors import ConfigError, ModelError
-from vitrail.export.extras import need, quiet
+from vitrail.export.optional_packages import import_optional, silence_exporters
 
 # N rows of activations, I inputs, O outputs of a product
 
@@ -121,7 +121,7 @@ def quantize(model: Any, images: Sequence[npt.NDArray[Any]]) -> tuple[Any, list[
 
 def _plain_products(model: Any) -> None:
     """Gemm -> MatMul and Add, so that there is one kind of product."""
-    onnx = need("onnx")
+    onnx = import_optional("onnx")
     weights = {i.name: i for i in model.graph.initializer}
     nodes = []
     for node in model.graph.node:
@@ -145,7 +145,7 @@ def _plain_products(model: Any) -> None:
 
 
 def _products(model: Any) -> list[Product]:
-    onnx = need("onnx")
+    onnx = import_optional("onnx")
     weights = {i.name: i for i in model.graph.initializer}
     found = []
     for node in model.graph.node:
@@ -159,7 +159,7 @@ def _products(model: Any) -> list[Product]:
 
 def _calibrate(model: Any, products: list[Product], images: Sequence[npt.NDArray[Any]]) -> None:
     """Run the model on images with every product's activations as outputs."""
-    onnx, runtime = need("onnx"), need("onnxruntime")
+    onnx, runtime = import_optional("onnx"), import_optional("onnxruntime")
     watched = onnx.ModelProto()
     watched.CopyFrom(model)
     there = {output.name for output in watched.graph.output}
@@ -169,7 +169,7 @@ def _calibrate(model: Any, products: list[Product], images: Sequence[npt.NDArray
             watched.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
     options = runtime.SessionOptions()
     options.log_severity_level = 3
-    with quiet():
+    with silence_exporters():
         session = runtime.InferenceSession(watched.SerializeToString(), options, providers=["CPUExecutionProvider"])
     rng = np.random.default_rng(0)
     share = max(ROWS // len(images), 1)
@@ -182,7 +182,7 @@ def _calibrate(model: Any, products: list[Product], images: Sequence[npt.NDArray
 
 def _insert(model: Any, product: Product, number: int) -> None:
     """Round both factors of a product, and say by how much."""
-    onnx = need("onnx")
+    onnx = import_optional("onnx")
     node, name = product.node, f"int8_{number}"
     (step, zero), (weight, steps) = product.scale, product.rounded()
     constants = {

@@ -49,7 +49,7 @@ class ServedModel:
     @property
     def outputs_features(self) -> bool:
         """Whether the outputs of the engine are features, as for CLIP, whose head projects into the text space."""
-        if isinstance(self.engine, FileEngine) and self.engine.sheet.answer == "features":
+        if isinstance(self.engine, FileEngine) and self.engine.metadata.output_type == "features":
             return True
         return self.info.task == "embed" and bool(self.info.config.num_classes)
 
@@ -76,7 +76,7 @@ class ServedModel:
     @property
     def prefix_tokens(self) -> tuple[str, ...]:
         if self.model is None:
-            return self.engine.sheet.special if isinstance(self.engine, FileEngine) else ()
+            return self.engine.metadata.special_tokens if isinstance(self.engine, FileEngine) else ()
         return special_token_names(self.model.net.config) if isinstance(self.model.net, ViT) else ()
 
     @property
@@ -92,7 +92,7 @@ class ServedModel:
         """Number of parameters; None if an exported file does not state it."""
         if self.model is not None:
             return sum(p.numel() for p in self.model.net.parameters())
-        return self.engine.sheet.parameters if isinstance(self.engine, FileEngine) else None
+        return self.engine.metadata.parameters if isinstance(self.engine, FileEngine) else None
 
     def describe_engine(self, cores: int) -> str:
         """Engine, precision and device, such as `openvino in int8, 2 cores`."""

@@ -14,12 +14,12 @@ import torch
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ModelError
 from vitrail.export import formats
-from vitrail.export.compare import BATCH, Comparison, check, compare, in_turns
+from vitrail.export.compare import BATCH, Comparison, check_agreement, compare, time_alternately
 from vitrail.export.engines import FileEngine, Pixels, TorchEngine, open_file
-from vitrail.export.names import finished, free, report_of
-from vitrail.export.packaged import traced
-from vitrail.export.sheet import Sheet
-from vitrail.export.workplace import workplace
+from vitrail.export.export_metadata import ExportMetadata
+from vitrail.export.export_options import check_writable, export_files, report_path
+from vitrail.export.scratch_folder import scratch_folder
+from vitrail.export.tracing import trace
 from vitrail.models import Net
 from vitrail.weights.model_info import strip_local_folders
 from vitrail.weights.writers import explain_write_errors, fsync, write_json
@@ -29,11 +29,11 @@ CALIBRATED = 4
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """A file that agrees with the model."""
 
     path: Path
-    sheet: Sheet
+    metadata: ExportMetadata
     comparison: Comparison
     size: int
     """Bytes, with the file beside it where there are two."""
@@ -42,11 +42,11 @@ class Exported:
     @property
     def weights(self) -> int:
         """Bytes of the model's own weights, in float32."""
-        return 4 * (self.sheet.parameters or 0)
+        return 4 * (self.metadata.parameters or 0)
 
     @property
     def report(self) -> Path:
-        return report_of(self.path)
+        return report_path(self.path)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -55,13 +55,13 @@ class Exported:
             "model_bytes": self.weights,
             "comparison": self.comparison.to_dict(),
             "notes": list(self.notes),
-            **self.sheet.to_dict(),
+            **self.metadata.to_dict(),
         }
 
 
 def export(
     net: Net,
-    sheet: Sheet,
+    metadata: ExportMetadata,
     path: Path,
     images: Sequence[Pixels],
     *,
@@ -72,65 +72,65 @@ def export(
     timed: bool = True,
     step: Callable[[str], None] = lambda what: None,
     advance: Callable[[int], None] = lambda count: None,
-) -> Exported:
+) -> ExportResult:
     """Write, run, compare with the model on `images` (each H W C), and only then move into place.
 
     bridge: the same network in ONNX, where it is there already, to make OpenVINO's file from.
     """
-    free(path, overwrite)
+    check_writable(path, overwrite)
     parameters = sum(p.numel() for p in net.parameters())
-    sheet = replace(
-        sheet, parameters=parameters, info=sheet.info.replace(origin=strip_local_folders(sheet.info.origin))
+    metadata = replace(
+        metadata, parameters=parameters, info=metadata.info.replace(origin=strip_local_folders(metadata.info.origin))
     )
-    if calibration and sheet.precision == "int8" and 4 * parameters > formats.LARGEST:
+    if calibration and metadata.precision == "int8" and 4 * parameters > formats.MAX_ONNX_BYTES:
         raise ModelError(
-            f"{4 * parameters / 1e9:.1f} GB of weights are too many to be calibrated for int8, {formats.LARGEST / 1e9} "
-            "is the most; try bfloat16, or int8 for openvino without images."
+            f"got {4 * parameters / 1e9:.1f} GB of weights, expected at most {formats.MAX_ONNX_BYTES / 1e9} GB to "
+            "calibrate int8; try bfloat16, or int8 for openvino without calibration images."
         )
-    with workplace(path) as folder:
+    with scratch_folder(path) as folder:
         there = folder / path.name
         step("tracing")
-        program = bridge or traced(net, sheet)
+        program = bridge or trace(net, metadata)
         step("calibrating and writing" if calibration else "writing")
         with explain_write_errors(path):
-            notes = formats.write(program, sheet, there, calibrating(sheet, calibration))
+            notes = formats.write(program, metadata, there, calibration_batches(metadata, calibration))
         del program
         step("comparing")
-        engine, model = open_file(there), model_of(net, sheet)
+        engine, model = open_file(there), reference_engine(net, metadata)
         found = compare(engine, model, images, targets, timed=False, advance=advance)
-        check(found, path.name)
+        check_agreement(found, path.name)
         if timed:
             step("timing")
-            count = sheet.batch_size or BATCH
+            count = metadata.batch_size or BATCH
             many = np.stack([images[i % len(images)] for i in range(count)])
-            found = replace(found, speed=in_turns(engine, model, many))
-        size = sum(part.stat().st_size for part in formats.parts_of(there))
-        made = Exported(path, sheet, found, size, (*notes, *found.notes))
-        write_json(report_of(there), made.to_dict())
+            found = replace(found, speed=time_alternately(engine, model, many))
+        size = sum(part.stat().st_size for part in formats.existing_files(there))
+        made = ExportResult(path, metadata, found, size, (*notes, *found.notes))
+        write_json(report_path(there), made.to_dict())
         del engine
         with explain_write_errors(path):
             _move(there, path)
     return made
 
 
-def calibrating(sheet: Sheet, images: Sequence[Pixels]) -> list[Pixels]:
+def calibration_batches(metadata: ExportMetadata, images: Sequence[Pixels]) -> list[Pixels]:
     """Images as the file wants them, a few at a time."""
-    if sheet.precision != "int8":
+    if metadata.precision != "int8":
         return []
-    size = sheet.batch_size or CALIBRATED
-    shaped = FileEngine("onnxruntime", sheet, lambda given: given)
+    size = metadata.batch_size or CALIBRATED
+    shaped = FileEngine("onnxruntime", metadata, lambda given: given)
     count = len(images)
-    full = -(-count // size) * size if sheet.batch_size else count  # the first again, up to a full batch
+    full = -(-count // size) * size if metadata.batch_size else count  # the first again, up to a full batch
     places = [range(i, min(i + size, full)) for i in range(0, full, size)]
-    return [shaped.prepared(np.stack([images[i % count] for i in part])) for part in places]
+    return [shaped.to_input(np.stack([images[i % count] for i in part])) for part in places]
 
 
-def model_of(net: Net, sheet: Sheet) -> TorchEngine:
+def reference_engine(net: Net, metadata: ExportMetadata) -> TorchEngine:
     """What an export is held against: the network itself, in float32, on the CPU."""
-    return TorchEngine(exact(net), sheet.info)
+    return TorchEngine(float32_on_cpu(net), metadata.info)
 
 
-def exact(net: Net) -> Net:
+def float32_on_cpu(net: Net) -> Net:
     """The network in float32 on the CPU: itself, where it is that."""
     first = next(net.parameters())
     if first.dtype == torch.float32 and first.device.type == "cpu":
@@ -138,15 +138,15 @@ def exact(net: Net) -> Net:
     return net.rebuild(net.config, {}).to("cpu", torch.float32)
 
 
-def prepared(sheet: Sheet, images: Sequence[Any]) -> list[Pixels]:
+def preprocess_images(metadata: ExportMetadata, images: Sequence[Any]) -> list[Pixels]:
     """Images of any kind -> H W C each, as the model's preprocessing makes them."""
-    pixels = Preprocess(sheet.info.preprocess).pixels
+    pixels = Preprocess(metadata.info.preprocess).pixels
     return [pixels(image) for image in images]
 
 
 def _move(there: Path, path: Path) -> None:
     """The file that is opened comes last: what it needs is there before it."""
-    for new, final in zip(finished(there), finished(path), strict=True):
+    for new, final in zip(export_files(there), export_files(path), strict=True):
         if new.exists():
             fsync(new)
             new.replace(final)

@@ -12,14 +12,14 @@ from typing import Any
 
 from vitrail.errors import ConfigError
 
-LOUD = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
+LOGGERS = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 """Loggers of the exporters."""
 
 
-def need(name: str) -> Any:
+def import_optional(name: str) -> Any:
     """A module of the extra `export`, or one sentence that says how to get it."""
     try:
-        with quiet():
+        with silence_exporters():
             return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
@@ -27,16 +27,16 @@ def need(name: str) -> Any:
         raise ConfigError(f"{package} is not installed{reason}; try pip install 'vitrail[export]'.") from error
 
 
-def installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_exporters() -> Iterator[None]:
     """What exporters warn of is about their own insides."""
-    levels = {name: logging.getLogger(name).level for name in LOUD}
+    levels = {name: logging.getLogger(name).level for name in LOGGERS}
     try:
-        for name in LOUD:
+        for name in LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

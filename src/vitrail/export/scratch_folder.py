@@ -17,7 +17,7 @@ LOCK = "vitrail.lock"
 
 
 @contextmanager
-def workplace(path: Path) -> Iterator[Path]:
+def scratch_folder(path: Path) -> Iterator[Path]:
     """Where to make `path`; gone afterwards, however this ends."""
     _sweep(path)
     with explain_write_errors(path):

@@ -12,8 +12,8 @@ from small_models import model, small
 from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
 from vitrail.export import formats
 from vitrail.export.engines import TorchEngine, open_file
-from vitrail.export.packaged import traced
-from vitrail.export.sheet import Sheet
+from vitrail.export.export_metadata import ExportMetadata
+from vitrail.export.tracing import trace
 
 LITTLE = {"image_size": (16, 24), "patch_size": 8, "width": 16, "depth": 1, "mlp_dim": 24}
 KINDS: dict[str, ViTConfig | BiTConfig] = {
@@ -39,16 +39,16 @@ def test_each_format_gives_the_networks_numbers(kind: str, tmp_path: Path):
     config = KINDS[kind]
     preprocess = PreprocessConfig(image_size=config.image_size, antialias=kind != "map, sincos")
     vit = model(config, preprocess=preprocess, task="embed" if kind == "clip" else "classify", labels=None)
-    answer = "features" if kind == "clip" else "logits"
+    output_type = "features" if kind == "clip" else "logits"
     height, width = config.image_size
     pixels = np.random.default_rng(0).integers(0, 256, (3, height, width, 3), dtype=np.uint8)
     if kind == "map, sincos":  # TensorFlow's way to resize rounds nothing
         pixels = pixels.astype(np.float32) * np.float32(0.987)
     expected = TorchEngine(vit.net, vit.info).logits(pixels)
     for to, name in (("onnx", "tiny.onnx"), ("pt2", "tiny.pt2")):
-        sheet = Sheet(info=vit.info, to=to, answer=answer)  # type: ignore[arg-type]
+        metadata = ExportMetadata(info=vit.info, to=to, output_type=output_type)  # type: ignore[arg-type]
         path = tmp_path / name
-        formats.write(traced(vit.net, sheet), sheet, path)
+        formats.write(trace(vit.net, metadata), metadata, path)
         for engine in ("onnxruntime", "openvino") if to == "onnx" else ("torch",):
             opened = open_file(path, engine)
             got = opened.logits(pixels)
@@ -60,8 +60,8 @@ def test_each_format_gives_the_networks_numbers(kind: str, tmp_path: Path):
 
 def test_several_classes_have_a_probability_each(tmp_path: Path):
     vit = model(small(**LITTLE), multi_label=True)
-    sheet = Sheet(info=vit.info, to="pt2", answer="probabilities")
-    formats.write(traced(vit.net, sheet), sheet, tmp_path / "several.pt2")
+    metadata = ExportMetadata(info=vit.info, to="pt2", output_type="probabilities")
+    formats.write(trace(vit.net, metadata), metadata, tmp_path / "several.pt2")
     engine = open_file(tmp_path / "several.pt2")
     pixels = np.random.default_rng(0).integers(0, 256, (2, 16, 24, 3), dtype=np.uint8)
     logits = torch.from_numpy(TorchEngine(vit.net, vit.info).logits(pixels))
@@ -73,8 +73,8 @@ def test_a_size_the_model_was_not_made_for_has_its_positions_baked_in(tmp_path: 
     vit = model(small(**LITTLE | {"image_size": 32}))
     larger = vit.net.resized((24, 40))
     info = vit.info.replace(config=larger.config, preprocess=vit.info.preprocess.replace(image_size=(24, 40)))
-    sheet = Sheet(info=info, to="pt2", inside=False)
-    formats.write(traced(larger, sheet), sheet, tmp_path / "larger.pt2")
+    metadata = ExportMetadata(info=info, to="pt2", normalize_inside=False)
+    formats.write(trace(larger, metadata), metadata, tmp_path / "larger.pt2")
     pixels = np.random.default_rng(0).integers(0, 256, (2, 24, 40, 3), dtype=np.uint8)
     images = vit.preprocess.normalize(torch.from_numpy(pixels).permute(0, 3, 1, 2))
     with torch.no_grad():

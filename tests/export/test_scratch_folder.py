@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.export.workplace import workplace
+from vitrail.export.scratch_folder import scratch_folder
 
 KILLED = """
 import sys, pathlib
-from vitrail.export.workplace import workplace
-with workplace(pathlib.Path(sys.argv[1])) as folder:
+from vitrail.export.scratch_folder import scratch_folder
+with scratch_folder(pathlib.Path(sys.argv[1])) as folder:
     (folder / "half").write_text("written")
     print("there", flush=True)
     sys.stdin.read()
@@ -37,22 +37,22 @@ def working(tmp_path: Path):
 
 
 def test_a_folder_is_gone_however_the_work_ends(tmp_path):
-    with workplace(tmp_path / "model.onnx") as folder:
+    with scratch_folder(tmp_path / "model.onnx") as folder:
         assert folder.parent == tmp_path
     for error in (ValueError, KeyboardInterrupt, SystemExit):
-        with pytest.raises(error), workplace(tmp_path / "model.onnx"):
+        with pytest.raises(error), scratch_folder(tmp_path / "model.onnx"):
             raise error
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_killed_process_left_is_removed(working):
     path, other = working
-    with workplace(path):
+    with scratch_folder(path):
         assert len(list(path.parent.iterdir())) == 2  # it works still
     other.send_signal(signal.SIGKILL)
     other.wait()
     assert len(list(path.parent.iterdir())) == 1
-    with workplace(path) as folder:
+    with scratch_folder(path) as folder:
         assert list(path.parent.iterdir()) == [folder]
 
 
@@ -61,6 +61,6 @@ def test_other_folders_stay(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / f".model.onnx.{os.getpid()}.abc" / "vitrail.lock").touch()
     (tmp_path / ".other.onnx.99999999.abc" / "vitrail.lock").touch()
-    with workplace(tmp_path / "model.onnx"):
+    with scratch_folder(tmp_path / "model.onnx"):
         pass
     assert len(list(tmp_path.iterdir())) == 4

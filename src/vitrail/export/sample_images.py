@@ -21,7 +21,7 @@ APART = 7
 """Pixels by which every further three channels are moved, in an image with many."""
 
 
-def samples(channels: int = 3) -> list[Pixels]:
+def sample_images(channels: int = 3) -> list[Pixels]:
     """Sixteen images, H W C each: of both photographs the whole and three parts, each with its mirror image.
 
     Channels that no photograph has are made of red, green and blue, each time moved a little further.

@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitrail.export.extras import quiet
-from vitrail.export.sheet import Sheet
+from vitrail.export.export_metadata import ExportMetadata
+from vitrail.export.optional_packages import silence_exporters
 from vitrail.models import Net
 from vitrail.models.layers import Attention, QKTransform
 from vitrail.models.resnet import StandardizedConv
 
 # B images, H x W pixels, C channels; N tokens, D width, H heads, K = D // H
 
-MOST = 65536
+MAX_BATCH = 65536
 """Images at a time, where any number will do."""
 
 
-class Packaged(nn.Module):
+class ExportModule(nn.Module):
     """Pixels 0 to 255, B H W C, or normalized images, B C H W -> logits, probabilities or features.
 
     Resizing and cropping stay outside: they depend on the image.
@@ -30,28 +30,28 @@ class Packaged(nn.Module):
     pixel_mean: Tensor
     pixel_std: Tensor
 
-    def __init__(self, net: Net, sheet: Sheet, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, net: Net, metadata: ExportMetadata, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.net = settled(copy.deepcopy(net).to("cpu").eval().requires_grad_(False)).to(dtype)
-        if sheet.to != "pt2":  # torch has one operator for all of it
-            write_out(self.net)
-        self.dtype, self.inside, self.answer = dtype, sheet.inside, sheet.answer
-        self.multi_label = sheet.info.multi_label
+        self.net = fold_weight_standardization(copy.deepcopy(net).to("cpu").eval().requires_grad_(False)).to(dtype)
+        if metadata.to != "pt2":  # torch has one operator for all of it
+            unfuse_attention(self.net)
+        self.dtype, self.normalize_inside, self.output_type = dtype, metadata.normalize_inside, metadata.output_type
+        self.multi_label = metadata.info.multi_label
         for name in ("mean", "std"):
-            values = torch.tensor(getattr(sheet.info.preprocess, name), dtype=torch.float32)
+            values = torch.tensor(getattr(metadata.info.preprocess, name), dtype=torch.float32)
             self.register_buffer(f"pixel_{name}", values[:, None, None])  # `mean` is an operator's name, too
 
     def forward(self, pixels: Tensor) -> Tensor:
         images = pixels
-        if self.inside:
+        if self.normalize_inside:
             images = (pixels.permute(0, 3, 1, 2).to(torch.float32) / 255 - self.pixel_mean) / self.pixel_std
         out: Tensor = self.net(images.to(self.dtype)).to(torch.float32)
-        if self.answer != "probabilities":
+        if self.output_type != "probabilities":
             return out
         return out.sigmoid() if self.multi_label else out.softmax(-1)
 
 
-class SettledConv(StandardizedConv):
+class FoldedConv(StandardizedConv):
     """A convolution whose kernel has been standardized once and for all."""
 
     def kernel(self) -> Tensor:
@@ -59,12 +59,12 @@ class SettledConv(StandardizedConv):
 
 
 @torch.no_grad()
-def settled(net: Net) -> Net:
+def fold_weight_standardization(net: Net) -> Net:
     """The same network, its kernels standardized now instead of each time."""
     for module in net.modules():
         if isinstance(module, StandardizedConv):
             module.weight.copy_(module.kernel().clone())
-            module.__class__ = SettledConv
+            module.__class__ = FoldedConv
     return net
 
 
@@ -91,7 +91,7 @@ class PlainAttention(Attention):
 
 
 @torch.no_grad()
-def write_out(net: Net) -> None:
+def unfuse_attention(net: Net) -> None:
     """Attention in plain operators; what it gives stays the same, to rounding."""
     for module in net.modules():
         if type(module) is not Attention:
@@ -107,18 +107,18 @@ def write_out(net: Net) -> None:
         cast(PlainAttention, module).scale = 1.0 if folded else scale
 
 
-def traced(net: Net, sheet: Sheet) -> torch.export.ExportedProgram:
-    """The whole as one graph, for the sheet's batch."""
-    dtype = torch.bfloat16 if (sheet.to, sheet.precision) == ("pt2", "bfloat16") else torch.float32
-    module = Packaged(net, sheet, dtype).eval()
+def trace(net: Net, metadata: ExportMetadata) -> torch.export.ExportedProgram:
+    """The whole as one graph, for the metadata's batch."""
+    dtype = torch.bfloat16 if (metadata.to, metadata.precision) == ("pt2", "bfloat16") else torch.float32
+    module = ExportModule(net, metadata, dtype).eval()
     shapes: Any = None
-    if sheet.batch_size is None:
-        shapes = ({0: torch.export.Dim("batch", min=1, max=MOST)},)
-    with quiet(), torch.no_grad():
-        return torch.export.export(module, (torch.from_numpy(blank(sheet)),), dynamic_shapes=shapes)
+    if metadata.batch_size is None:
+        shapes = ({0: torch.export.Dim("batch", min=1, max=MAX_BATCH)},)
+    with silence_exporters(), torch.no_grad():
+        return torch.export.export(module, (torch.from_numpy(example_input(metadata)),), dynamic_shapes=shapes)
 
 
-def blank(sheet: Sheet, count: int | None = None) -> np.ndarray[Any, Any]:
+def example_input(metadata: ExportMetadata, count: int | None = None) -> np.ndarray[Any, Any]:
     """Black images of the shape and type that go in; two where any number may."""
-    kind = np.uint8 if sheet.bytes_in else np.float32
-    return np.zeros((count or sheet.batch_size or 2, *sheet.shape), kind)
+    kind = np.uint8 if metadata.takes_uint8 else np.float32
+    return np.zeros((count or metadata.batch_size or 2, *metadata.shape), kind)

@@ -16,8 +16,8 @@ import torch
 from vitrail.errors import CheckpointError, FormatError
 from vitrail.export import formats
 from vitrail.export.engines import open_file
-from vitrail.export.packaged import traced
-from vitrail.export.sheet import Sheet
+from vitrail.export.export_metadata import ExportMetadata
+from vitrail.export.tracing import trace
 
 Change = Callable[[bytes], bytes]
 
@@ -35,8 +35,8 @@ class Touches:
 @pytest.fixture(scope="module")
 def program(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("program") / "tiny.pt2"
-    sheet = Sheet(info=tiny.info, to="pt2")
-    formats.write(traced(tiny.net, sheet), sheet, path)
+    metadata = ExportMetadata(info=tiny.info, to="pt2")
+    formats.write(trace(tiny.net, metadata), metadata, path)
     return path
 
 
@@ -196,5 +196,5 @@ def test_a_graph_that_says_more_than_names_is_refused(program, tmp_path, monkeyp
 def test_a_program_tells_nothing_of_the_machine_it_was_written_on(program):
     with zipfile.ZipFile(program) as file:
         everything = b"".join(file.read(name) for name in file.namelist())
-    assert b"packaged.py" not in everything
+    assert b"tracing.py" not in everything
     assert str(Path(formats.__file__).parent).encode() not in everything
