@@ -81,13 +81,13 @@ def main() -> None:
         engines["auto"] = chosen
         works = {name: engine.logits for name, engine in engines.items()} | {"timm": timm_eager(options.like)}
         pixels = [vit.preprocess.pixels(image) for image in sample_images()]
-        batch = np.stack([pixels[i % len(pixels)] for i in range(options.batch)])
+        batch = np.stack([pixels[i % len(pixels)] for i in range(options.batch_size)])
         for work in works.values():
             work(batch)
         rounds = [
             {name: timed(work, batch, options.seconds) for name, work in works.items()} for _ in range(options.rounds)
         ]
-    print(f"{options.model}, batch {options.batch}, {torch.get_num_threads()} threads; ", end="")
+    print(f"{options.model}, batch {options.batch_size}, {torch.get_num_threads()} threads; ", end="")
     print(f"auto is {chosen.name} in {chosen.precision}")
     for name in works:
         rate, cpu = (statistics.median(r[name][i] for r in rounds) for i in (0, 1))

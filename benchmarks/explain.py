@@ -58,7 +58,7 @@ def main() -> None:
     options = parser.parse_args()
     vit = vitrail.load(options.model, device="auto")
     image = sample_images()[0] if options.image is None else options.image
-    images = vit.preprocess([image] * options.batch).to(vit.device)
+    images = vit.preprocess([image] * options.batch_size).to(vit.device)
     net = vit.net.eval()
 
     @torch.no_grad()
@@ -76,7 +76,7 @@ def main() -> None:
     for work in works.values():
         work()
     rounds = [{name: timed(work, vit.device) for name, work in works.items()} for _ in range(options.rounds)]
-    print(f"{options.model}, batch {options.batch}, {images.shape[2]} x {images.shape[3]}, {vit.device}")
+    print(f"{options.model}, batch {options.batch_size}, {images.shape[2]} x {images.shape[3]}, {vit.device}")
     for name in works:
         seconds = statistics.median(r[name] for r in rounds)
         ratio = statistics.median(r[name] / r["forward"] for r in rounds)

@@ -91,7 +91,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     tune_malloc()
-    linear_gelu(options.batch)
+    linear_gelu(options.batch_size)
     attention()
     dropout()
 

@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     bf16 = options.device == "cuda"
-    images = torch.randn(options.batch, 3, 224, 224, device=options.device)
+    images = torch.randn(options.batch_size, 3, 224, 224, device=options.device)
     steps = {}
     for who, make in networks(options.model).items():
         net = make().to(options.device).train(options.train)
@@ -96,10 +96,10 @@ def main() -> None:
     rates: dict[str, list[float]] = {who: [] for who in steps}
     for _ in range(options.rounds):
         for who, step in steps.items():
-            rates[who].append(options.batch / timed(step, options.device))
+            rates[who].append(options.batch_size / timed(step, options.device))
     median = {who: statistics.median(values) for who, values in rates.items()}
     best = max(rate for who, rate in median.items() if who != "vitrail")
-    what = f"{options.model} {'training' if options.train else 'inference'}, batch {options.batch}"
+    what = f"{options.model} {'training' if options.train else 'inference'}, batch {options.batch_size}"
     print(f"{what}, {'eager' if options.eager else 'compiled'}, {options.device}, torch {torch.__version__}")
     for who, rate in sorted(median.items(), key=lambda item: -item[1]):
         spread = (max(rates[who]) - min(rates[who])) / rate

@@ -60,7 +60,7 @@ def test_the_group_divides_every_products_inputs(inputs: list[int]):
     given = [ops.parameter([-1, size], np.float32) for size in inputs]
     weights = [ops.constant(np.ones((8, size), np.float32)) for size in inputs]
     outputs = [ops.matmul(x, weight, False, True) for x, weight in zip(given, weights, strict=True)]
-    model = openvino.Model(outputs, given, "multi_label")
+    model = openvino.Model(outputs, given, "two_outputs")
     assert group_size(model) == 0  # nothing is compressed yet
     compress(model)
     group = group_size(model)

@@ -1,12 +1,13 @@
-"""Model -> ONNX, torch.export, OpenVINO, each checked against the model; and the engines that run them.
+"""Export to ONNX, torch.export and OpenVINO, each compared with the model; and the engines that run exported files.
 
-packaged, metadata      the network with its preprocessing inside; what travels with it
-formats              written as ONNX, a torch.export program or OpenVINO
-quantize, compress   8-bit integers: calibrated on images, in ONNX; token by token, in OpenVINO
-engines              what runs a file or a network: torch, ONNX Runtime, OpenVINO
-compare, export      an export beside the model on real images; from a network to a file that agrees
-choose, kept         the fastest engine that agrees, found once and remembered; files that engines have run before
-names, workplace     what an export is called and asked for; where it is made before it is called done
-program              a torch.export program, read without running what a stranger put there
-extras               packages that only this needs
+tracing, export_metadata           the network with its preprocessing; the metadata stored in an exported file
+formats                            writing ONNX, torch.export and OpenVINO files
+quantize, compress                 int8: calibrated on images (ONNX), or with dynamic scales per token (OpenVINO)
+exporter, compare                  from a network to a file, compared with the network on real images
+engines                            torch, ONNX Runtime and OpenVINO behind one interface
+autotune, engine_cache             `--engine auto`: the fastest engine that agrees; cached exports
+export_options, optional_packages  formats, suffixes and supported precisions; packages of the `export` extra
+scratch_folder                     the temporary folder in which an export is written before it is moved into place
+pt2_archive                        reading a torch.export archive without executing code from it
+sample_images                      images for comparing and timing
 """
