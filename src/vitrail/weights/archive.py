@@ -104,8 +104,8 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def strip_prefix(self, prefix: str) -> LazyTensors:
         """The tensors whose names begin with `prefix`, with the prefix removed."""
-        chosen = {n.removeprefix(prefix): e for n, e in self.entries.items() if n.startswith(prefix)}
-        return LazyTensors(chosen, self._source)
+        entries = {n.removeprefix(prefix): e for n, e in self.entries.items() if n.startswith(prefix)}
+        return LazyTensors(entries, self._source)
 
     def rename(self, spelling: Callable[[str], str]) -> LazyTensors:
         """Rename the tensors; CheckpointError if two get the same name."""
@@ -171,17 +171,17 @@ def open_archive(path: str | Path, *, section: str | None = None) -> Archive:
     with _explain_read_errors(path):
         file, notes = _find_weights_file(path)
         contents = _read_contents(file, section)
-        beside, said = _read_sidecars(file, whole_folder=path.is_dir())
-    entries, stripped = _strip_wrapper_prefixes(contents.entries)
+        sidecars, sidecar_notes = _read_sidecars(file, whole_folder=path.is_dir())
+    entries, prefix_notes = _strip_wrapper_prefixes(contents.entries)
     if not entries:
         raise CheckpointError(f"{file} contains no tensors.")
     return Archive(
         source=str(path),
         tensors=LazyTensors(entries, str(file)),
         metadata=contents.metadata,
-        sidecars=beside,
+        sidecars=sidecars,
         extras=contents.extras,
-        notes=[*notes, *contents.notes, *stripped, *said],
+        notes=[*notes, *contents.notes, *prefix_notes, *sidecar_notes],
         handles=contents.handles,
     )
 
@@ -212,16 +212,16 @@ def choose_weights_file(names: Iterable[str]) -> str | None:
     CheckpointError if several files are equally likely.
     """
     names = sorted(n for n in names if "/" not in n and not n.startswith("."))
-    for usual in STANDARD_NAMES:
-        if usual in names:
-            return usual
+    for standard in STANDARD_NAMES:
+        if standard in names:
+            return standard
     for suffixes in WEIGHTS_SUFFIXES:
-        found = [n for n in names if n.endswith(suffixes) and not NOT_WEIGHTS.search(n)]
-        if len(found) == 1:
-            return found[0]
-        if found:
+        candidates = [n for n in names if n.endswith(suffixes) and not NOT_WEIGHTS.search(n)]
+        if len(candidates) == 1:
+            return candidates[0]
+        if candidates:
             raise CheckpointError(
-                f"several files could be the weights ({summarize_names(found)}); pass the path of one of them."
+                f"several files could be the weights ({summarize_names(candidates)}); pass the path of one of them."
             )
     return None
 

@@ -53,19 +53,19 @@ def detect_format(archive: Archive, family: str | None = None) -> tuple[Format, 
     A sidecar file that names a model decides. Without one the tensor names and shapes decide; `family` resolves what
     they leave open. Ignored tensors are listed in the archive's notes.
     """
-    said = stated_model(archive)
+    stated = stated_model(archive)
     try:
-        if said.library == "timm":
-            reject_architecture(said.model)
-        elif said.library == "huggingface":
-            check_model_type(said.model)
-        elif not said.library:
+        if stated.library == "timm":
+            reject_architecture(stated.model)
+        elif stated.library == "huggingface":
+            check_model_type(stated.model)
+        elif not stated.library:
             reject_tensors(archive.tensors, family)
     except FormatError as error:
         raise FormatError(f"{archive.source}: {error}") from None
-    allowed = {said.library, "open_clip" if "open_clip_config.json" in archive.sidecars else ""}
+    allowed = {stated.library, "open_clip" if "open_clip_config.json" in archive.sidecars else ""}
     for form in FORMATS:
-        if said.library and form.name not in allowed:
+        if stated.library and form.name not in allowed:
             continue
         prefix = form.detect(archive)
         if prefix is None:
@@ -77,32 +77,31 @@ def detect_format(archive: Archive, family: str | None = None) -> tuple[Format, 
                 f"{archive.source}: read as {form.name}, the tensors do not match: unexpected outside {prefix!r}: "
                 f"{summarize_names(strange, limit=8)}."
             )
-        aside = [f"ignored tensors outside {prefix!r}: {summarize_names(beside)}."] if beside else []
+        ignored_notes = [f"ignored tensors outside {prefix!r}: {summarize_names(beside)}."] if beside else []
         inside = archive.tensors.strip_prefix(prefix).rename(form.normalize_name)
-        return form, replace(archive, tensors=inside, notes=[*archive.notes, *aside])
+        return form, replace(archive, tensors=inside, notes=[*archive.notes, *ignored_notes])
     names = list(archive.tensors)
-    shown = f"({', '.join(names[:4])}, ... {len(names)} in all)"
-    if said.library:
+    names_summary = f"({', '.join(names[:4])}, ... {len(names)} in all)"
+    if stated.library:
         raise FormatError(
-            f"{archive.source}: {said.file} names {said.library}'s {said.model}, but vitrail reads no "
-            f"{said.library} model with these tensor names {shown}; {_MOVE_HINT}"
+            f"{archive.source}: {stated.file} names {stated.library}'s {stated.model}, but vitrail reads no "
+            f"{stated.library} model with these tensor names {names_summary}; {_MOVE_HINT}"
         )
-    known = ", ".join(dict.fromkeys(f.name for f in FORMATS))
-    raise FormatError(
-        _with_hint(
-            archive, f"{archive.source}: the tensor names {shown} match no known format; known formats are {known}."
-        )
+    supported = ", ".join(dict.fromkeys(f.name for f in FORMATS))
+    message = (
+        f"{archive.source}: the tensor names {names_summary} match no known format; known formats are {supported}."
     )
+    raise FormatError(_with_hint(archive, message))
 
 
-def _with_hint(archive: Archive, said: str) -> str:
+def _with_hint(archive: Archive, message: str) -> str:
     """Add a hint to a message if a sidecar file belongs to other weights or a transformers config is missing."""
     stated = stated_model(archive)
     beside = stated.library in ("timm", "huggingface") and stated.file not in archive.metadata
-    if beside and "unexpected" in said:
-        return f"{said} {stated.file} names {stated.library}'s {stated.model}; {_MOVE_HINT}"
+    if beside and "unexpected" in message:
+        return f"{message} {stated.file} names {stated.library}'s {stated.model}; {_MOVE_HINT}"
     bare = not stated.library and any("embeddings.patch_embed" in name for name in archive.tensors)
-    return f"{said.rstrip('.')}; put its config.json beside it to say which model it is." if bare else said
+    return f"{message.rstrip('.')}; put its config.json beside it to say which model it is." if bare else message
 
 
 def read(
@@ -139,10 +138,10 @@ def read(
             net = build(info.config, meta=True)
             state = form.table(info.config).read(archive.tensors, net, info.config)
     stored = {t.dtype for t in state.values()}
-    if whole := [str(d).removeprefix("torch.") for d in stored if not d.is_floating_point]:
+    if integer_dtypes := [str(d).removeprefix("torch.") for d in stored if not d.is_floating_point]:
         raise FormatError(
-            f"{archive.source}: its weights are quantized ({', '.join(sorted(whole))}), and vitrail does not read "
-            "their scales; use the floating-point weights they were made from."
+            f"{archive.source}: its weights are quantized ({', '.join(sorted(integer_dtypes))}), and vitrail does not "
+            "read their scales; use the floating-point weights they were made from."
         )
     if check_finite:
         _check_finite(state, archive.source)
@@ -213,9 +212,9 @@ def _explain_format_errors(form: Format, archive: Archive) -> Iterator[None]:
     try:
         yield
     except FormatError as error:
-        said = _with_hint(archive, str(error))
-        said = said if said.startswith("read as") else f"read as {form.name}: {said}"
-        raise FormatError(str(error) if archive.source in str(error) else f"{archive.source}: {said}") from error
+        message = _with_hint(archive, str(error))
+        message = message if message.startswith("read as") else f"read as {form.name}: {message}"
+        raise FormatError(str(error) if archive.source in str(error) else f"{archive.source}: {message}") from error
     except CheckpointError:
         raise
     except KeyError as error:
@@ -228,10 +227,10 @@ def _explain_format_errors(form: Format, archive: Archive) -> Iterator[None]:
 
 def _canonical_family(family: str | None) -> str | None:
     """A family's name with the capitalization of FAMILIES."""
-    found = next((known for known in FAMILIES if known.lower() == str(family).lower()), family)
-    if found is not None and found not in FAMILIES:
-        raise NotFoundError(f"no family is called {family!r}{did_you_mean(found, FAMILIES)}")
-    return found
+    canonical = next((name for name in FAMILIES if name.lower() == str(family).lower()), family)
+    if canonical is not None and canonical not in FAMILIES:
+        raise NotFoundError(f"no family is called {family!r}{did_you_mean(canonical, FAMILIES)}")
+    return canonical
 
 
 def _apply_overrides(info: ModelInfo, family: str | None, changes: Mapping[str, Any]) -> ModelInfo:
@@ -253,8 +252,8 @@ def _check_finite(state: Mapping[str, Tensor], source: str) -> None:
     # aminmax needs one pass and no mask as large as the weights.
     bad = [n for n, t in state.items() if t.numel() and not torch.stack(torch.aminmax(t)).isfinite().all()]
     if bad:
-        shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+        names_summary = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
         raise CheckpointError(
-            f"{source}: {shown} contain NaN or infinity: the file is damaged or the run diverged; "
+            f"{source}: {names_summary} contain NaN or infinity: the file is damaged or the run diverged; "
             "try an earlier checkpoint (check_finite=False loads it anyway)."
         )

@@ -102,14 +102,19 @@ def _from_timm(folder: Path) -> tuple[str, ...]:
     info = folder / "data" / "_info"
     synsets = (info / "imagenet_synsets.txt").read_text(encoding="utf-8").split()
     lemmas = _read_table(info / "imagenet_synset_to_lemma.txt", set(synsets))
-    whole = [lemmas[s] for s in synsets]
-    first = [names.split(",")[0] for names in whole]
-    named = [long if n > 1 else short for short, long, n in zip(first, whole, _occurrences(first), strict=True)]
-    if len(set(named)) < len(named):  # 'crane' is a bird and a machine
+    all_synonyms = [lemmas[s] for s in synsets]
+    first_synonyms = [names.split(",")[0] for names in all_synonyms]
+    labels = [
+        long if n > 1 else short
+        for short, long, n in zip(first_synonyms, all_synonyms, _occurrences(first_synonyms), strict=True)
+    ]
+    if len(set(labels)) < len(labels):  # 'crane' is a bird and a machine
         meanings = _read_table(info / "imagenet_synset_to_definition.txt", set(synsets))
-        told = [f"{n} ({meanings[s].split(';')[0]})" for n, s in zip(named, synsets, strict=True)]
-        named = [long if n > 1 else short for short, long, n in zip(named, told, _occurrences(named), strict=True)]
-    return tuple(named)
+        defined = [f"{n} ({meanings[s].split(';')[0]})" for n, s in zip(labels, synsets, strict=True)]
+        labels = [
+            long if n > 1 else short for short, long, n in zip(labels, defined, _occurrences(labels), strict=True)
+        ]
+    return tuple(labels)
 
 
 def _read_table(path: Path, expected: set[str]) -> dict[str, str]:

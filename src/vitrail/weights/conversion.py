@@ -70,35 +70,34 @@ def convert(
 
 def lost_information(info: ModelInfo, back: ModelInfo) -> list[str]:
     """What the original model info states and the one read back does not."""
-    found = []
+    lost = []
     if info.labels is not None and back.labels != info.labels:
-        found.append("class names")
+        lost.append("class names")
     if info.config.num_classes and back.task != info.task:
         outputs = {"classify": "classes", "embed": "features"}
-        found.append(f"that its outputs are {outputs[info.task]} (read back, they are {outputs[back.task]})")
+        lost.append(f"that its outputs are {outputs[info.task]} (read back, they are {outputs[back.task]})")
     if info.multi_label != back.multi_label:
-        found.append("whether an image may have several classes (multi-label), or exactly one")
+        lost.append("whether an image may have several classes (multi-label), or exactly one")
     ours, theirs = info.preprocess.to_dict(), back.preprocess.to_dict()
     if ours["resize"] == "squash" and not ours["resize_to"]:
         ours.pop("crop_rounding")  # there is no crop
     differ = [f"{name}={value}" for name, value in ours.items() if theirs[name] != value]
     if differ:
-        found.append(f"preprocessing ({', '.join(differ)})")
+        lost.append(f"preprocessing ({', '.join(differ)})")
     before, after = (getattr(c.config, "resample", "") for c in (info, back))
     if before != after and getattr(info.config, "position", "").startswith("learned"):
-        found.append(f"how positions are resampled for other sizes (it was {before}, there {after})")
-    return found
+        lost.append(f"how positions are resampled for other sizes (it was {before}, there {after})")
+    return lost
 
 
 def _read_back(path: Path, info: ModelInfo) -> tuple[Net, ModelInfo, list[str]]:
     """The network and model info from the file alone; if that fails, with its family given, which counts as lost."""
-    told = (
-        {"num_heads": info.config.num_heads} if isinstance(info.config, ViTConfig) else {}
-    )  # a bare file may not state it
+    # A bare file may not state the number of heads.
+    overrides = {"num_heads": info.config.num_heads} if isinstance(info.config, ViTConfig) else {}
     try:
-        net, back = checkpoint.read(path, dtype=None, check_finite=False, overrides=told)
+        net, back = checkpoint.read(path, dtype=None, check_finite=False, overrides=overrides)
     except FormatError:
-        net, back = checkpoint.read(path, dtype=None, check_finite=False, overrides=told, family=info.family)
+        net, back = checkpoint.read(path, dtype=None, check_finite=False, overrides=overrides, family=info.family)
         return net, back, [f"its family, without which it cannot be read (family={info.family})"]
     return net, back, []
 

@@ -72,8 +72,8 @@ def read_json(path: Path) -> Any:
 def summarize_names(names: Iterable[str], limit: int = 4) -> str:
     """`a, b, c, d and 7 more`."""
     names = list(names)
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    listed = ", ".join(names[:limit])
+    return listed if len(names) <= limit else f"{listed} and {len(names) - limit} more"
 
 
 def first_line(error: Exception) -> str:

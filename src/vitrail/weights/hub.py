@@ -85,22 +85,22 @@ def files_to_download(names: Iterable[str], repo: str) -> list[str]:
         raise NotFoundError(
             f"no weights that vitrail can read in {repo}, which contains {summarize_names(names) or 'nothing'}."
         )
-    chosen = [weights, *(s for s in SIDECARS if s in names)]
+    files = [weights, *(s for s in SIDECARS if s in names)]
     if weights.endswith(".index.json"):
         base, suffix = weights.removesuffix(".index.json").rsplit(".", 1)
-        chosen += fnmatch.filter(names, f"{base}-*-of-*.{suffix}")
-    return chosen
+        files += fnmatch.filter(names, f"{base}-*-of-*.{suffix}")
+    return files
 
 
 def _download(repo: str, revision: str | None) -> Path:
     info = HfApi(library_name=LIBRARY).model_info(repo, revision=revision)
-    chosen = files_to_download([file.rfilename for file in info.siblings or []], repo)
-    new = [n for n in chosen if not isinstance(try_to_load_from_cache(repo, n, revision=info.sha), str)]
+    names = files_to_download([file.rfilename for file in info.siblings or []], repo)
+    new = [n for n in names if not isinstance(try_to_load_from_cache(repo, n, revision=info.sha), str)]
     folder = Path(
         snapshot_download(
             repo,
             revision=revision,
-            allow_patterns=[glob.escape(n) for n in chosen],
+            allow_patterns=[glob.escape(n) for n in names],
             library_name=LIBRARY,
             tqdm_class=ProgressBar,
         )
@@ -116,8 +116,8 @@ def _verify(path: Path, repo: str) -> None:
     if not SHA256.fullmatch(blob.name):
         return
     with blob.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != blob.name:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != blob.name:
         path.unlink()
         blob.unlink(missing_ok=True)
         raise CheckpointError(f"{path.name} of {repo} was damaged during the download and has been removed; try again.")

@@ -36,8 +36,8 @@ def find_processor_json(archive: Archive) -> dict[str, Any] | None:
     """The image processor's JSON: preprocessor_config.json, or its part of processor_config.json; None without one."""
     own = archive.sidecars.get("preprocessor_config.json")
     joint = archive.sidecars.get("processor_config.json")
-    found = own or (joint.get("image_processor") if isinstance(joint, dict) else None)
-    return found if isinstance(found, dict) else None
+    processor = own or (joint.get("image_processor") if isinstance(joint, dict) else None)
+    return processor if isinstance(processor, dict) else None
 
 
 def read_preprocess(

@@ -25,11 +25,11 @@ def load_checkpoint(
     **options: Any,
 ) -> tuple[Net, ModelInfo]:
     """The network, in evaluation mode, and the model info, whose notes list what was changed and assumed."""
-    found = locate(source)
-    net, info = _read(found.path, image_size, dict(overrides or {}), **options)
-    if found.origin:
-        info = info.replace(origin=found.origin)
-    return adapt_model(net, info.with_notes(*found.notes), image_size, channels, num_classes)
+    location = locate(source)
+    net, info = _read(location.path, image_size, dict(overrides or {}), **options)
+    if location.origin:
+        info = info.replace(origin=location.origin)
+    return adapt_model(net, info.with_notes(*location.notes), image_size, channels, num_classes)
 
 
 def _read(path: Path, image_size: Pair | None, changes: dict[str, Any], **options: Any) -> tuple[Net, ModelInfo]:

@@ -121,11 +121,11 @@ def _download_variant(text: str, variant: PublishedModel) -> ModelLocation:
         raise NotFoundError(
             f"the weights of {variant.name} {where}; vitrail.create({variant.name!r}) builds it without weights."
         )
-    said = "" if text == variant.hub_id else f"{text} stands for {variant.hub_id}"
+    alias_note = "" if text == variant.hub_id else f"{text} stands for {variant.hub_id}"
     try:
-        return ModelLocation(hub.fetch(variant.hub_id), variant.hub_id, (said,) if said else ())
+        return ModelLocation(hub.fetch(variant.hub_id), variant.hub_id, (alias_note,) if alias_note else ())
     except VitrailError as error:
-        raise type(error)(f"{said}: {error}" if said else str(error)) from error
+        raise type(error)(f"{alias_note}: {error}" if alias_note else str(error)) from error
 
 
 def _unpublished_message(text: str) -> str:
@@ -135,8 +135,8 @@ def _unpublished_message(text: str) -> str:
     except NotFoundError as error:
         return str(error)
     base, _, image = text.partition("@")
-    known = find_published(base)
-    if image and known is not None and known.hub_id:
+    published = find_published(base)
+    if image and published is not None and published.hub_id:
         return (
             f"{text} has no public weights; load {base} with image_size={image}, "
             "which resamples its position embeddings."
@@ -163,8 +163,8 @@ def _exists(path: Path) -> bool:
 
 
 def _suggestion(text: str) -> str:
-    known = {name for v in PUBLISHED_MODELS for name in (v.name, *v.aliases)} | set(SHIPPED)
-    near = difflib.get_close_matches(text, sorted(known | set(_models_in(Path()))), n=1)
+    model_names = {name for v in PUBLISHED_MODELS for name in (v.name, *v.aliases)} | set(SHIPPED)
+    near = difflib.get_close_matches(text, sorted(model_names | set(_models_in(Path()))), n=1)
     if near:
         return f"; did you mean {near[0]!r}?"
     return "; `vitrail models` lists the names; a hub id has the form user/model."

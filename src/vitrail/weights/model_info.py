@@ -92,13 +92,13 @@ class ModelInfo:
                 f"version={values.get('version')!r}."
             )
         values = current("model", values)
-        for name, known in (
+        for name, allowed in (
             ("config_type", ("vit", "bit")),
             ("task", ("classify", "embed")),
             ("family", tuple(FAMILIES)),
         ):
-            if values[name] not in known:
-                raise FormatError(f"the model info's {name}={values[name]!r} is not one of {', '.join(known)}.")
+            if values[name] not in allowed:
+                raise FormatError(f"the model info's {name}={values[name]!r} is not one of {', '.join(allowed)}.")
         config_type = BiTConfig if values["config_type"] == "bit" else ViTConfig
         labels = values.get("labels")
         return cls(
@@ -118,8 +118,8 @@ def strip_local_folders(text: str) -> str:
 
     Used for text that is shared with others. Names, hub ids and relative paths are returned unchanged.
     """
-    found = LOCAL_PATH.fullmatch(text)
-    return found["start"] + (PureWindowsPath(found["path"]).name or found["path"]) if found else text
+    match = LOCAL_PATH.fullmatch(text)
+    return match["start"] + (PureWindowsPath(match["path"]).name or match["path"]) if match else text
 
 
 def _file_stem(origin: str) -> str:
@@ -143,31 +143,31 @@ def family_conventions(family: str, config: ViTConfig | BiTConfig) -> dict[str, 
 
 def default_preprocess(family: str, config: ViTConfig | BiTConfig, library: str = "") -> PreprocessConfig:
     """A family's default preprocessing, for checkpoints that state none. timm's default for ViT is its own."""
-    known = TIMM if library == "timm" and family == "ViT" else FAMILIES[family]
+    defaults = TIMM if library == "timm" and family == "ViT" else FAMILIES[family]
     size = pair(config.image_size)
     if (
-        known.eval_image_size
+        defaults.eval_image_size
         and isinstance(config, ViTConfig)
-        and not any(known.eval_image_size % side for side in pair(config.patch_size))
+        and not any(defaults.eval_image_size % side for side in pair(config.patch_size))
     ):
-        size = pair(known.eval_image_size)
-    return preprocess_for_size(known.preprocess, size, config.channels, known.crop_fraction)
+        size = pair(defaults.eval_image_size)
+    return preprocess_for_size(defaults.preprocess, size, config.channels, defaults.crop_fraction)
 
 
 def preprocess_for_size(
-    usual: PreprocessConfig, size: tuple[int, int], channels: int, crop: Callable[[int], float] | None = None
+    preprocess: PreprocessConfig, size: tuple[int, int], channels: int, crop: Callable[[int], float] | None = None
 ) -> PreprocessConfig:
     """Adapt preprocessing to an image size and number of channels.
 
     `crop` gives the crop ratio for a side length; without it, the current ratio is kept. For a crop that is not square,
     the image is resized to just cover it: resizing the short side alone would require padding.
     """
-    if usual.resize == "short" and size[0] != size[1]:
-        usual = usual.replace(resize_to=None)
-    elif usual.resize_to is not None:
-        share = crop(min(size)) if crop else min(pair(usual.image_size)) / usual.resize_to
-        usual = usual.replace(resize_to=max(int(min(size) / share + 1e-9), 1))
-    return preprocess_for_channels(usual.replace(image_size=size), channels)
+    if preprocess.resize == "short" and size[0] != size[1]:
+        preprocess = preprocess.replace(resize_to=None)
+    elif preprocess.resize_to is not None:
+        crop_ratio = crop(min(size)) if crop else min(pair(preprocess.image_size)) / preprocess.resize_to
+        preprocess = preprocess.replace(resize_to=max(int(min(size) / crop_ratio + 1e-9), 1))
+    return preprocess_for_channels(preprocess.replace(image_size=size), channels)
 
 
 def preprocess_for_channels(preprocess: PreprocessConfig, channels: int) -> PreprocessConfig:

@@ -57,9 +57,10 @@ def read_module(module: nn.Module, *, overrides: Mapping[str, Any], **options: A
             f"{archive.source} is not a supported network; expected a Vision Transformer or BiT of timm, "
             "transformers, torchvision or open_clip."
         )
-    known = {} if _is_transformers(module) else _infer_conventions(module)  # transformers' config states all of it
+    # A transformers config states all conventions.
+    conventions = {} if _is_transformers(module) else _infer_conventions(module)
     try:
-        net, info = checkpoint.read(archive, overrides=known | dict(overrides), **options)
+        net, info = checkpoint.read(archive, overrides=conventions | dict(overrides), **options)
     except FormatError as error:
         if name := next((n for n in archive.tensors if ADAPTER_TENSORS.search(n)), None):
             raise FormatError(
@@ -117,20 +118,20 @@ def _timm_config(module: Any, architecture: str) -> dict[str, Any]:
     """timm's config.json, with the arguments that the tensors do not show or that differ from the architecture's."""
     cfg = dict(module.pretrained_cfg)
     classes = getattr(module, "num_classes", cfg.get("num_classes"))
-    whole = {"architecture": architecture, "pretrained_cfg": cfg, "num_classes": classes}
+    config = {"architecture": architecture, "pretrained_cfg": cfg, "num_classes": classes}
     if hasattr(module, "patch_embed") and hasattr(module, "norm_pre"):
-        whole["model_args"] = {
+        config["model_args"] = {
             "img_size": module.patch_embed.img_size,
             "class_token": module.cls_token is not None,
             "pre_norm": not isinstance(module.norm_pre, nn.Identity),
             "global_pool": module.global_pool,
         }
-    return whole | {name: cfg[name] for name in ("label_names", "label_descriptions") if cfg.get(name)}
+    return config | {name: cfg[name] for name in ("label_names", "label_descriptions") if cfg.get(name)}
 
 
 def _find_processor_config(name: str) -> dict[str, Any]:
     """The image processor's config from the folder or cached repository that a transformers model was loaded from."""
-    return next(({file: found} for file in PROCESSOR_FILES if (found := _read_stored_json(name, file))), {})
+    return next(({file: content} for file in PROCESSOR_FILES if (content := _read_stored_json(name, file))), {})
 
 
 def _read_stored_json(name: str, file: str) -> dict[str, Any]:
@@ -140,8 +141,8 @@ def _read_stored_json(name: str, file: str) -> dict[str, Any]:
 
     with suppress(OSError, ValueError, HFValidationError):
         path = Path(name, file) if Path(name).is_dir() else try_to_load_from_cache(name, file)
-        found = json.loads(Path(str(path)).read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+        content = json.loads(Path(str(path)).read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
     return {}
 
 
@@ -162,7 +163,7 @@ def _infer_conventions(module: nn.Module) -> dict[str, Any]:
     """Config fields that no tensor shows, where all submodules agree on one value."""
     parts = list(_image_tower(module).modules())
     sizes = [getattr(m, name, None) for m in parts for name in ("img_size", "image_size")]
-    found = {
+    fields = {
         "num_heads": _unique_value(m.num_heads for m in parts if isinstance(getattr(m, "num_heads", None), int)),
         "norm_eps": _unique_value(m.eps for m in parts if isinstance(m, nn.LayerNorm) or "RmsNorm" in type(m).__name__),
         "activation": _unique_value(_gelu_name(m) for m in parts if type(m).__name__ in GELU_CLASSES),
@@ -170,7 +171,7 @@ def _infer_conventions(module: nn.Module) -> dict[str, Any]:
             pair(s if isinstance(s, int) else tuple(s)) for s in sizes if isinstance(s, int | tuple | list)
         ),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _image_tower(module: nn.Module) -> nn.Module:
@@ -184,17 +185,19 @@ def _gelu_name(module: nn.Module) -> str:
 
 def _unique_value(values: Iterable[Any]) -> Any:
     """The common value; None if the values differ."""
-    found = set(values)
-    return found.pop() if len(found) == 1 else None
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else None
 
 
 @torch.no_grad()
 def _check_same_outputs(module: nn.Module, net: Net, source: str) -> list[str]:
     """Raise FormatError if the outputs for two images differ; returns a note if they cannot be compared."""
     weight, ours = next(module.parameters()), next(net.parameters())
-    unknown = [f"the outputs of {source} could not be compared: it was converted from its tensors and config alone."]
+    not_compared = [
+        f"the outputs of {source} could not be compared: it was converted from its tensors and config alone."
+    ]
     if ours.dtype not in (weight.dtype, torch.float32, torch.float64):
-        return unknown  # the weights were rounded
+        return not_compared  # the weights were rounded
     images = torch.randn(
         2, net.config.channels, *pair(net.config.image_size), generator=torch.Generator().manual_seed(0)
     )
@@ -203,21 +206,21 @@ def _check_same_outputs(module: nn.Module, net: Net, source: str) -> list[str]:
         images = images.to(torch.promote_types(ours.dtype, torch.float32))
         expected = exact(images)
         if torch.equal(expected[0], expected[1]):
-            return unknown  # with a head of zeros, all outputs are the same
+            return not_compared  # with a head of zeros, all outputs are the same
         differences = [_relative_difference(theirs[name], expected) for name in OUTPUT_FIELDS if name in theirs]
         if isinstance(exact, ViT) and not (exact.config.num_classes or exact.config.pre_logits or exact.pool):
             # The last tokens decide the output whatever the pooler; masked autoencoders shuffle them.
             hidden, tokens = theirs.get("last_hidden_state"), exact.features(images, layers=[-1], norm=True).tokens
             if tokens and hidden is not None and hidden.shape == tokens[0].shape:
                 differences.append(_relative_difference(hidden.mean(1), tokens[0].mean(1)))
-    known = [difference for difference in differences if math.isfinite(difference)]
-    if not known:
-        return unknown
-    if min(known) <= MAX_RELATIVE_DIFFERENCE:
+    comparable = [difference for difference in differences if math.isfinite(difference)]
+    if not comparable:
+        return not_compared
+    if min(comparable) <= MAX_RELATIVE_DIFFERENCE:
         return []
     raise FormatError(
         f"{source} computes other outputs than the network that its tensors describe (relative difference "
-        f"{min(known):.1g}): a module was replaced, or is of a type that vitrail does not build."
+        f"{min(comparable):.1g}): a module was replaced, or is of a type that vitrail does not build."
     )
 
 
@@ -242,10 +245,10 @@ def _forward(module: nn.Module, images: Tensor) -> dict[str, Tensor]:
         # The forward pass of a two-tower model also requires text.
         run = getattr(theirs, "get_image_features", _image_tower(theirs))
         with eval_mode(theirs):
-            found = run(images.to(next(theirs.parameters()).dtype))
+            output = run(images.to(next(theirs.parameters()).dtype))
     except Exception:
         return {}
-    if isinstance(found, Tensor):
-        return {OUTPUT_FIELDS[0]: found}
-    named = {name: getattr(found, name, None) for name in (*OUTPUT_FIELDS, "last_hidden_state")}
-    return {name: x for name, x in named.items() if isinstance(x, Tensor)}
+    if isinstance(output, Tensor):
+        return {OUTPUT_FIELDS[0]: output}
+    fields = {name: getattr(output, name, None) for name in (*OUTPUT_FIELDS, "last_hidden_state")}
+    return {name: x for name, x in fields.items() if isinstance(x, Tensor)}

@@ -235,10 +235,10 @@ def _config(
     inside = {n.split(".", 1)[1] for n in blocks}  # of any block, since one may lack a tensor
     mlp = archive.shape(f"{FIRST_BLOCK}mlp.c_fc.weight")[0]
     depth = 1 + max(int(n.split(".")[0]) for n in blocks)
-    for field_name, found in (("width", width), ("layers", depth), ("patch_size", patch[0])):
-        stated = clip_config.vision.get(field_name, found)
-        if stated != found:
-            raise FormatError(f"open_clip_config.json has {field_name}={stated}, but the tensors have {found}.")
+    for field_name, actual in (("width", width), ("layers", depth), ("patch_size", patch[0])):
+        stated = clip_config.vision.get(field_name, actual)
+        if stated != actual:
+            raise FormatError(f"open_clip_config.json has {field_name}={stated}, but the tensors have {actual}.")
     norm = clip_config.vision.get("norm_kwargs") or {}
     return ViTConfig(
         patch_size=(patch[0], patch[1]),

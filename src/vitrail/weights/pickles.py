@@ -70,9 +70,9 @@ def load_pickle(path: Path, mmap: bool) -> Any:
     except pickle.UnpicklingError as error:
         if not mmap and _is_truncated(path):
             raise CheckpointError(f"{path} is truncated; {DOWNLOAD_AGAIN}.") from error
-        asked = re.search(r"GLOBAL (\S+)", str(error))
+        required = re.search(r"GLOBAL (\S+)", str(error))
         refuse_code(
-            path, f"it requires {asked[1]}" if asked else "it contains more than a dictionary of tensors", error
+            path, f"it requires {required[1]}" if required else "it contains more than a dictionary of tensors", error
         )
     except Exception as error:  # damaged bytes can raise almost anything
         raise CheckpointError(f"{path} is truncated or damaged ({first_line(error)}); {DOWNLOAD_AGAIN}.") from error

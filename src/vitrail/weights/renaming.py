@@ -116,7 +116,7 @@ class RenameTable:
         """Their tensors -> the skeleton's state_dict; FormatError lists missing, unexpected and misshapen tensors."""
         expected = skeleton.state_dict()
         state: dict[str, Tensor] = {}
-        came: dict[str, str] = {}
+        sources: dict[str, str] = {}
         used: set[str] = set()
         missing: list[str] = []
         for rule in self.bind(config, expected):
@@ -127,16 +127,16 @@ class RenameTable:
             used.update(rule.theirs)
             tensors = self._apply(rule, [theirs[name] for name in rule.theirs], config)
             state.update(zip(rule.ours, tensors, strict=True))
-            came.update(dict.fromkeys(rule.ours, " and ".join(rule.theirs)))
-        left = [n for n in theirs if n not in used and not self.is_ignored(n)]
+            sources.update(dict.fromkeys(rule.ours, " and ".join(rule.theirs)))
+        unexpected = [n for n in theirs if n not in used and not self.is_ignored(n)]
         uncovered = [n for n in expected if n not in state] if not missing else []
         wrong = [
             f"{name} {tuple(state[name].shape)} for {tuple(expected[name].shape)}"
-            + (f", from {came[name]}" if came[name] != name else "")
+            + (f", from {sources[name]}" if sources[name] != name else "")
             for name in state
             if state[name].shape != expected[name].shape
         ]
-        self._raise_mismatch(missing + uncovered, left, wrong)
+        self._raise_mismatch(missing + uncovered, unexpected, wrong)
         return {name: state[name] for name in expected}
 
     def write(self, ours: Mapping[str, Tensor], config: AnyConfig) -> dict[str, Tensor]:
@@ -147,19 +147,19 @@ class RenameTable:
             tensors = rule.transform.write([ours[name] for name in rule.ours], config)
             result.update(zip(rule.theirs, tensors, strict=True))
             used.update(rule.ours)
-        if left := [n for n in ours if n not in used]:
-            raise ConversionError(f"{self.name}'s format has no name for {summarize_names(left, limit=8)}.")
+        if unnamed := [n for n in ours if n not in used]:
+            raise ConversionError(f"{self.name}'s format has no name for {summarize_names(unnamed, limit=8)}.")
         return result
 
     def bind(self, config: AnyConfig, ours: Iterable[str]) -> Iterator[BoundRule]:
         """Each rule for each index, for the names in `ours`."""
-        have = set(ours)
+        available = set(ours)
         for rule in self.rules:
             for index in _indices(rule, config):
-                mine = tuple(n.format(**index) for n in _as_tuple(rule.ours))
-                mine = tuple(n for n in mine if n in have)
-                if mine:
-                    yield BoundRule(tuple(n.format(**index) for n in _as_tuple(rule.theirs)), mine, rule.transform)
+                our_names = tuple(n.format(**index) for n in _as_tuple(rule.ours))
+                our_names = tuple(n for n in our_names if n in available)
+                if our_names:
+                    yield BoundRule(tuple(n.format(**index) for n in _as_tuple(rule.theirs)), our_names, rule.transform)
 
     def is_ignored(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignore)
@@ -173,12 +173,12 @@ class RenameTable:
                 f"read as {self.name}: {shapes} cannot become {' and '.join(rule.ours)}: {error}"
             ) from None
 
-    def _raise_mismatch(self, missing: list[str], left: list[str], wrong: list[str]) -> None:
+    def _raise_mismatch(self, missing: list[str], unexpected: list[str], wrong: list[str]) -> None:
         parts = []
         if missing:
             parts.append(f"missing {summarize_names(missing, limit=8)}")
-        if left:
-            parts.append(f"unexpected {summarize_names(left, limit=8)}")
+        if unexpected:
+            parts.append(f"unexpected {summarize_names(unexpected, limit=8)}")
         if wrong:
             parts.append(f"wrong shapes: {summarize_names(wrong, limit=8)}")
         if parts:

@@ -22,13 +22,13 @@ class StatedModel(NamedTuple):
 
 def stated_model(archive: Archive) -> StatedModel:
     """The library and model named by config.json, or by open_clip_config.json with a timm image tower."""
-    whole = _sidecar_dict(archive, "config.json")
-    if HEADER in archive.metadata or whole.get("format") == "vitrail":
+    config = _sidecar_dict(archive, "config.json")
+    if HEADER in archive.metadata or config.get("format") == "vitrail":
         return StatedModel("vitrail", "model", "config.json")
-    if "architecture" in whole and whole.get("model_type", "timm_wrapper") == "timm_wrapper":
-        return StatedModel("timm", str(whole["architecture"]).partition(".")[0], "config.json")
-    if whole.get("model_type"):
-        return StatedModel("huggingface", str(whole["model_type"]), "config.json")
+    if "architecture" in config and config.get("model_type", "timm_wrapper") == "timm_wrapper":
+        return StatedModel("timm", str(config["architecture"]).partition(".")[0], "config.json")
+    if config.get("model_type"):
+        return StatedModel("huggingface", str(config["model_type"]), "config.json")
     if tower := open_clip_tower(archive).get("timm_model_name"):
         return StatedModel("timm", str(tower), "open_clip_config.json")
     return StatedModel()
@@ -43,20 +43,20 @@ def open_clip_tower(archive: Archive) -> dict[str, Any]:
 
 def open_clip_pretrained_cfg(archive: Archive) -> dict[str, Any]:
     """open_clip's preprocessing in the form of timm's pretrained_cfg."""
-    whole, tower = _sidecar_dict(archive, "open_clip_config.json"), open_clip_tower(archive)
-    stated = whole.get("preprocess_cfg")
-    stated = stated if isinstance(stated, dict) else {}
+    config, tower = _sidecar_dict(archive, "open_clip_config.json"), open_clip_tower(archive)
+    preprocess_cfg = config.get("preprocess_cfg")
+    preprocess_cfg = preprocess_cfg if isinstance(preprocess_cfg, dict) else {}
     size = tower.get("image_size", 224)
     return {
         "input_size": (3, *pair(size if isinstance(size, int) else tuple(size))),
-        "mean": stated.get("mean") or CLIP_MEAN,
-        "std": stated.get("std") or CLIP_STD,
-        "interpolation": stated.get("interpolation") or "bicubic",
+        "mean": preprocess_cfg.get("mean") or CLIP_MEAN,
+        "std": preprocess_cfg.get("std") or CLIP_STD,
+        "interpolation": preprocess_cfg.get("interpolation") or "bicubic",
         "crop_pct": 1.0,
-        "crop_mode": "squash" if stated.get("resize_mode") == "squash" else "center",
+        "crop_mode": "squash" if preprocess_cfg.get("resize_mode") == "squash" else "center",
     }
 
 
 def _sidecar_dict(archive: Archive, name: str) -> dict[str, Any]:
-    found = archive.sidecars.get(name)
-    return found if isinstance(found, dict) else {}
+    content = archive.sidecars.get(name)
+    return content if isinstance(content, dict) else {}

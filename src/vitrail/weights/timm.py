@@ -171,9 +171,13 @@ def infer_info(archive: Archive) -> ModelInfo:
         config = config.replace(resample=family_conventions(family, config).get("resample", "timm"))
     default = default_preprocess(family, config, "timm")
     if not stated.pretrained_cfg:
-        given = {name: script_args(archive).get(name) for name in ("mean", "std")}
+        script_values = {name: script_args(archive).get(name) for name in ("mean", "std")}
         default = default.replace(
-            **{n: tuple(v) for n, v in given.items() if isinstance(v, list | tuple) and len(v) == len(default.mean)}
+            **{
+                n: tuple(v)
+                for n, v in script_values.items()
+                if isinstance(v, list | tuple) and len(v) == len(default.mean)
+            }
         )
     preprocess, from_file = stated.preprocess(config, default)
     notes += stated.notes
@@ -281,8 +285,8 @@ def _resembles(archive: Archive, options: dict[str, Any]) -> str:
 
 def _pooling(archive: Archive, stated: timm_config.TimmConfig) -> dict[str, Any]:
     names = archive.tensors
-    found = {n.split(".")[0] for n in names}
-    norm = "after" if "fc_norm" in found else "before" if "norm" in found else "none"
+    modules = {n.split(".")[0] for n in names}
+    norm = "after" if "fc_norm" in modules else "before" if "norm" in modules else "none"
     if "attn_pool.latent" in names or stated.global_pool == "map":
         return {"pool": "map", "pool_norm": norm}
     token = "cls_token" in names and (stated.global_pool or ("avg" if norm == "after" else "token")) == "token"

@@ -228,8 +228,8 @@ class TimmConfig:
         size = pair(config.image_size)
         crop = float(cfg.get("crop_pct") or 0.875)
         squash = cfg.get("crop_mode") == "squash"
-        for name, known in (("crop_mode", ("center", "squash")), ("interpolation", tuple(INTERPOLATIONS))):
-            if cfg.get(name) not in (None, "", *known):
+        for name, supported in (("crop_mode", ("center", "squash")), ("interpolation", tuple(INTERPOLATIONS))):
+            if cfg.get(name) not in (None, "", *supported):
                 self.notes.append(f"config.json has {name}={cfg[name]!r}, which is not supported and is ignored.")
         covered = size[0] != size[1] and not squash  # timm resizes to cover the crop and never pads
         if covered and crop != 1:
@@ -342,7 +342,7 @@ def architecture(config: ViTConfig | BiTConfig) -> str:
     return "vit_base_patch16_224"
 
 
-def _same_sizes(known: ViTConfig | BiTConfig, config: ViTConfig) -> bool:
+def _same_sizes(variant: ViTConfig | BiTConfig, config: ViTConfig) -> bool:
     names = (
         "image_size",
         "patch_size",
@@ -355,9 +355,9 @@ def _same_sizes(known: ViTConfig | BiTConfig, config: ViTConfig) -> bool:
         "stem",
         "pre_norm",
     )
-    if not isinstance(known, ViTConfig) or any(getattr(known, n) != getattr(config, n) for n in names):
+    if not isinstance(variant, ViTConfig) or any(getattr(variant, n) != getattr(config, n) for n in names):
         return False
-    return (known.layer_scale is None) == (config.layer_scale is None) and known.pool == config.pool
+    return (variant.layer_scale is None) == (config.layer_scale is None) and variant.pool == config.pool
 
 
 def model_args(config: ViTConfig | BiTConfig) -> dict[str, Any]:

@@ -69,8 +69,8 @@ def table(_: AnyConfig) -> RenameTable:
 
 def detect(archive: Archive) -> str | None:
     names, end = archive.tensors, "conv_proj.weight"
-    found = [name.removesuffix(end) for name in names if name.endswith(end)]
-    return next((p for p in found if f"{p}{FIRST}self_attention.in_proj_weight" in names), None)
+    prefixes = [name.removesuffix(end) for name in names if name.endswith(end)]
+    return next((p for p in prefixes if f"{p}{FIRST}self_attention.in_proj_weight" in names), None)
 
 
 def infer_info(archive: Archive) -> ModelInfo:

@@ -221,8 +221,8 @@ def _fits(expected: tuple[str, ...], endings: set[str]) -> bool:
 
 def _endings(names: Iterable[str]) -> set[str]:
     """All dot-separated suffixes of the names, with # for numbers, so that prefixes are ignored."""
-    found: set[str] = set()
+    endings: set[str] = set()
     for name in {re.sub(r"(?<=\.)\d+(?=\.)", "#", name) for name in names}:
         parts = name.split(".")
-        found.update(".".join(parts[start:]) for start in range(len(parts)))
-    return found
+        endings.update(".".join(parts[start:]) for start in range(len(parts)))
+    return endings

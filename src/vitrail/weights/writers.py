@@ -205,8 +205,8 @@ def _check_folder(path: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{path} exists already and is not empty; choose another name or pass --overwrite.")
     strange = [f.name for f in inside if f.suffix not in REPLACEABLE or not f.is_file()]
     if strange:
-        shown = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")
-        raise CheckpointError(f"{path} was not replaced: it also contains {shown}, which is not part of a checkpoint.")
+        names = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")
+        raise CheckpointError(f"{path} was not replaced: it also contains {names}, which is not part of a checkpoint.")
 
 
 def _swap_folder(new: Path, path: Path) -> None:
