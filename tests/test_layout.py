@@ -44,7 +44,6 @@ SHARED_FILE_NAMES = {
     # The base class of the package's other modules.
     "base.py": {"config", "data/sources", "models", "objectives"},
     # A command, and the module of another package that it is the command for.
-    "export.py": {"cli", "export"},
     "figures.py": {"cli", "explain"},
     "finetune.py": {"cli", "recipes"},
     "train.py": {"cli", "config"},

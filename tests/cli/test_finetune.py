@@ -206,7 +206,7 @@ def test_what_is_not_there_is_one_sentence(vitrail: Command, start: Path, album:
         assert "unexpected error" not in result.err
     result = vitrail("finetune", "--model", start)
     assert result.status == 2
-    assert "finetune needs --model and --data; or --resume with --out RUN" in result.problems[0]
+    assert "finetune needs --model and --data, or --resume with --out RUN" in result.problems[0]
     photos(Path("one"), {"cat": 9})
     result = vitrail("finetune", "--model", start, "--data", "one", *QUICK)
     assert "one has only one class, 'cat'" in result.problems[0]

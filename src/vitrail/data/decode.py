@@ -1,15 +1,13 @@
 """Decodes images (files, bytes, arrays, Pillow images) to uint8 pixels, H W C.
 
-Images are decoded as a viewer shows them: upright according to the EXIF orientation, the first frame of an
-animation, transparency on white, 16-bit gray scaled by its full range. An image that cannot be decoded
-completely raises an `ImageError` with the file and the reason; partial images are never returned.
+Images are decoded as a viewer shows them: upright (EXIF), the first frame of an animation, transparency on white, 16-bit
+gray scaled by its full range. An image that cannot be decoded completely raises an `ImageError` with the reason.
 
     decode         any image -> array
     open_image     any image -> Pillow image, for resizing with Pillow
     open_jpeg      a JPEG whose size is known at once and whose pixels are decoded later, in part on request
 
-JPEGs are decoded with simplejpeg if that gives Pillow's pixels (jpeg.py), everything else with Pillow.
-"""
+JPEGs are decoded with simplejpeg if that gives Pillow's pixels (jpeg.py), everything else with Pillow."""
 
 from __future__ import annotations
 
