@@ -1,7 +1,7 @@
 """Decodes images (files, bytes, arrays, Pillow images) to uint8 pixels, H W C.
 
-Images are decoded as a viewer shows them: upright (EXIF), the first frame of an animation, transparency on white, 16-bit
-gray scaled by its full range. An image that cannot be decoded completely raises an `ImageError` with the reason.
+Images are decoded as a viewer shows them: upright (EXIF), the first frame of an animation, transparency on white,
+16-bit gray scaled by its full range. An image that cannot be decoded completely raises an `ImageError` with the reason.
 
     decode         any image -> array
     open_image     any image -> Pillow image, for resizing with Pillow
