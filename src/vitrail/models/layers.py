@@ -13,14 +13,18 @@ from vitrail.kernels.linear_gelu import can_fuse_linear_gelu, linear_gelu_tanh
 from vitrail.kernels.packed_attention import can_pack_attention, packed_attention
 from vitrail.models import drop
 
-# B images, C channels, N tokens, D width, H heads, K = D // H, M hidden width of the MLP
+# B images of C channels; N tokens; D width; H heads of K = D // H channels; M hidden width of the MLP
 
 QKTransform = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""Position encoding inside attention: (q, k), each B H N K -> (q, k, bias added to the logits, or None)."""
+"""Position encoding inside attention: (q, k), each B H N K -> (q, k, bias of the logits, B H N N or None)."""
 
 
 class PatchEmbed(nn.Module):
-    """Patch embedding: a linear projection of each flattened patch (a convolution whose stride is its kernel size)."""
+    """Patch embedding: cuts the images into p x q patches and projects each to D channels, B C H W -> B h w D.
+
+    Equal to nn.Conv2d(C, D, kernel_size=(p, q), stride=(p, q)), and stored like it (weight D C p q), but computed
+    as one matrix product.
+    """
 
     def __init__(self, in_channels: int, width: int, patch_size: tuple[int, int], bias: bool = True) -> None:
         super().__init__()
@@ -28,22 +32,21 @@ class PatchEmbed(nn.Module):
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
 
     def forward(self, images: Tensor) -> Tensor:
-        """B C H W -> B h w D."""
-        height, width = self.weight.shape[-2:]
-        x = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))  # B C h p w q
+        p, q = self.weight.shape[-2:]
+        x = images.unflatten(3, (-1, q)).unflatten(2, (-1, p))  # B C h p w q
         x = x.permute(0, 2, 4, 1, 3, 5).flatten(3)  # B h w Cpq
-        return F.linear(x, self.weight.flatten(1), self.bias)
+        return F.linear(x, self.weight.flatten(1), self.bias)  # B h w D
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm computed in the dtype of its weight: torch has no fused kernel for mixed dtypes, and warns."""
+    """x / sqrt(mean(x^2) + eps) * weight, in the weight's dtype: torch has no fused kernel for mixed dtypes."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
 
 
 def make_norm(config: ViTConfig, width: int | None = None) -> nn.Module:
-    """LayerNorm or RMSNorm with the model's epsilon."""
+    """LayerNorm or RMSNorm over `width` channels (default: D)."""
     kind = nn.LayerNorm if config.norm == "layer" else RMSNorm
     return kind(width or config.width, eps=config.norm_eps)
 
@@ -64,7 +67,7 @@ def attend(
     """
     if weights_out is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
-    logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+    logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # B H N N
     weights = (logits if bias is None else logits + bias).softmax(-1)
     del logits
     weights_out.append(weights)
@@ -72,7 +75,10 @@ def attend(
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, B N D -> B N D."""
+    """Multi-head self-attention, B N D -> B N D: q, k, v = Linear(D, 3D)(x), then Linear(D, D)(attend(q, k, v)).
+
+    With qk_norm, q and k are normalized per head.
+    """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -91,8 +97,9 @@ class Attention(nn.Module):
         weights_out: list[Tensor] | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
-        """`weights_out` receives the attention weights; `dropout_seeds`, B int64, are those of the output's dropout."""
-        qkv, rate = self.qkv(x), self.attention_dropout if self.training else 0.0  # B N 3D
+        """`weights_out` receives the attention weights, B H N N; `dropout_seeds`, B int64, seed the final dropout."""
+        qkv = self.qkv(x)  # B N 3D
+        rate = self.attention_dropout if self.training else 0.0
         if (
             not self.has_qk_norm
             and qk_transform is None
@@ -100,24 +107,25 @@ class Attention(nn.Module):
             and not rate
             and can_pack_attention(qkv)
         ):
-            x = packed_attention(qkv, self.num_heads)
+            x = packed_attention(qkv, self.num_heads)  # B N D
         else:
             q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
             q, k, bias = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), None
             if qk_transform is not None:
                 q, k, bias = qk_transform(q, k)
-            x = attend(q, k, v, bias=bias, dropout=rate, weights_out=weights_out).transpose(1, 2).flatten(2)  # B N D
+            x = attend(q, k, v, bias=bias, dropout=rate, weights_out=weights_out)  # B H N K
+            x = x.transpose(1, 2).flatten(2)  # B N D
         return drop.dropout(self.out(x), self.dropout if self.training else 0.0, dropout_seeds)
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """SiLU of the first half of the channels times the second half."""
+    """SiLU(a) * b, where a and b are the two halves of the channels: ... 2M -> ... M."""
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate) * value
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """Sigmoid approximation of GELU, as in OpenAI's CLIP."""
+    """x * sigmoid(1.702 x), the approximation of GELU in OpenAI's CLIP."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -134,7 +142,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """Position-wise feed-forward network: Linear(D, M), activation, Linear(M, D). For SwiGLU, Linear(D, 2M) first."""
+    """Position-wise feed-forward network, B N D -> B N D: Linear(D, M), activation, Linear(M, D).
+
+    With SwiGLU the first layer is Linear(D, 2M).
+    """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -144,22 +155,24 @@ class MLP(nn.Module):
         self.activation, self.dropout = ACTIVATIONS[config.activation], config.dropout
 
     def forward(self, x: Tensor, hidden_seeds: Tensor | None = None, output_seeds: Tensor | None = None) -> Tensor:
-        """B N D -> B N D. The seeds, B int64 each, are for dropout after the activation and after the output."""
+        """`hidden_seeds` and `output_seeds`, B int64, seed the dropout after the activation and after the output."""
         rate = self.dropout if self.training else 0.0
         if self.activation is gelu_tanh and can_fuse_linear_gelu(self.up, x):
-            x = linear_gelu_tanh(x, self.up.weight, self.up.bias)
+            x = linear_gelu_tanh(x, self.up.weight, self.up.bias)  # B N M
         else:
-            x = self.activation(self.up(x))
+            x = self.activation(self.up(x))  # B N M
         x = drop.dropout(x, rate, hidden_seeds)
         return drop.dropout(self.down(x), rate, output_seeds)
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: x + Attention(norm1(x)), then x + MLP(norm2(x)).
+    """Pre-norm transformer block, B N D -> B N D.
 
-    Both branches may have LayerScale and stochastic depth.
+        x = x + drop_path(scale1 * Attention(norm1(x)))
+        x = x + drop_path(scale2 * MLP(norm2(x)))
 
-    `seeds`, 5 B (see `models.drop`), determine dropout and stochastic depth; None: drawn from torch's generator.
+    scale1 and scale2 (LayerScale) exist only if config.layer_scale is set. `seeds`, 5 B (see `models.drop`),
+    determine dropout and stochastic depth; None draws them from torch's generator.
     """
 
     def __init__(self, config: ViTConfig, drop_path: float = 0.0) -> None:
@@ -168,9 +181,9 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.norm2 = make_norm(config)
         self.mlp = MLP(config)
-        scaled = config.layer_scale is not None
-        self.scale1 = nn.Parameter(torch.empty(config.width)) if scaled else None
-        self.scale2 = nn.Parameter(torch.empty(config.width)) if scaled else None
+        has_scale = config.layer_scale is not None
+        self.scale1 = nn.Parameter(torch.empty(config.width)) if has_scale else None
+        self.scale2 = nn.Parameter(torch.empty(config.width)) if has_scale else None
         self.drop_path = drop_path
 
     def forward(
@@ -180,20 +193,20 @@ class Block(nn.Module):
         weights_out: list[Tensor] | None = None,
         seeds: Tensor | None = None,
     ) -> Tensor:
-        out, hidden, down, path1, path2 = (None,) * 5 if seeds is None else seeds.unbind()
-        y = self.attention(self.norm1(x), qk_transform, weights_out, out)
+        attention_seeds, hidden_seeds, mlp_seeds, path1, path2 = (None,) * 5 if seeds is None else seeds.unbind()
+        y = self.attention(self.norm1(x), qk_transform, weights_out, attention_seeds)
         x = x + self.scale_and_drop(y, self.scale1, path1)
-        y = self.mlp(self.norm2(x), hidden, down)
+        y = self.mlp(self.norm2(x), hidden_seeds, mlp_seeds)
         return x + self.scale_and_drop(y, self.scale2, path2)
 
-    def scale_and_drop(self, x: Tensor, scale: Tensor | None, seed: Tensor | None) -> Tensor:
-        """A residual branch after LayerScale and stochastic depth."""
+    def scale_and_drop(self, x: Tensor, scale: Tensor | None, seeds: Tensor | None) -> Tensor:
+        """Apply LayerScale and stochastic depth to the output of a residual branch, B N D."""
         x = x if scale is None else (x * scale).to(x.dtype)  # under autocast the product is float32
-        return drop.drop_path(x, self.drop_path if self.training else 0.0, seed)
+        return drop.drop_path(x, self.drop_path if self.training else 0.0, seeds)
 
 
 class AttentionPool(nn.Module):
-    """Attention pooling: cross-attention of one learned query to the tokens, B N D -> B P.
+    """Attention pooling: cross-attention from one learned query (`probe`) to the tokens, B N D -> B P.
 
     Followed by a residual MLP (pool='map', big_vision's MAP head) or a LayerNorm (pool='coca'). P is D, except
     that CoCa's pool may have its own width and number of heads. CoCa's other queries, which only its text
@@ -212,7 +225,8 @@ class AttentionPool(nn.Module):
 
     def forward(self, x: Tensor, weights_out: list[Tensor] | None = None) -> Tensor:
         """B N D -> B P; `weights_out` receives the attention weights, B H 1 N."""
-        q = self.q(self.probe).expand(x.shape[0], 1, -1).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # B H 1 K
+        q = self.q(self.probe).expand(x.shape[0], 1, -1)  # B 1 P
+        q = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # B H 1 K
         k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
         x = self.out(attend(q, k, v, weights_out=weights_out).flatten(1))  # B P
         normed: Tensor = self.norm(x)

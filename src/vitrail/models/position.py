@@ -22,7 +22,7 @@ from vitrail.errors import ModelError
 from vitrail.models.cached_module import CachedModule
 from vitrail.models.layers import QKTransform
 
-# h rows and w columns of patches, N = h w, T tokens (P prefix tokens first), D width, H heads, K = D // H
+# N = h w patches in h rows and w columns; T tokens, prefix tokens first; D width; H heads of K = D // H channels
 
 Grid = tuple[int, int]
 
@@ -34,7 +34,7 @@ RESAMPLE_ARGS: dict[str, dict[str, Any]] = {
     "torchvision": {"mode": "bicubic", "align_corners": True},
     "dinov2": {"mode": "bicubic", "offset": 0.1},  # and DINO: the scale is a little too large
 }
-"""Library whose convention is used -> arguments of `torch.nn.functional.interpolate`."""
+"""Library -> arguments of torch.nn.functional.interpolate that reproduce how it resamples position embeddings."""
 
 
 @fx.wrap
@@ -43,14 +43,15 @@ def resample(table: Tensor, grid: Grid, convention: str) -> Tensor:
     source = (table.shape[0], table.shape[1])
     if source == grid:
         return table
-    how = dict(RESAMPLE_ARGS[convention])
-    offset = how.pop("offset", 0.0)
+    kwargs = dict(RESAMPLE_ARGS[convention])
+    offset = kwargs.pop("offset", 0.0)
     if offset:
-        how["scale_factor"] = [(new + offset) / old for new, old in zip(grid, source, strict=True)]
+        kwargs["scale_factor"] = [(new + offset) / old for new, old in zip(grid, source, strict=True)]
     else:
-        how["size"] = grid
-    exact = table if table.dtype == torch.float64 else table.float()
-    return F.interpolate(exact.permute(2, 0, 1)[None], **how)[0].permute(1, 2, 0).to(table.dtype)
+        kwargs["size"] = grid
+    x = table if table.dtype == torch.float64 else table.float()
+    x = F.interpolate(x.permute(2, 0, 1)[None], **kwargs)  # 1 D h' w'
+    return x[0].permute(1, 2, 0).to(table.dtype)  # h' w' D
 
 
 def _arange(end: int, like: Tensor) -> Tensor:
@@ -61,10 +62,13 @@ def _arange(end: int, like: Tensor) -> Tensor:
 
 @fx.wrap
 def sincos_2d(grid: Grid, width: int, like: Tensor) -> Tensor:
-    """Fixed sine and cosine embeddings, N D: of the column, then of the row, as in big_vision."""
-    omega = 10_000.0 ** -(_arange(width // 4, like) / (width // 4 - 1))
+    """Fixed embeddings, N D, as in big_vision: sin(x omega), cos(x omega), sin(y omega), cos(y omega), each N D/4.
+
+    x is the column and y the row of a patch; omega are D/4 frequencies, spaced geometrically from 1 to 1/10000.
+    """
+    omega = 10_000.0 ** -(_arange(width // 4, like) / (width // 4 - 1))  # D/4
     y, x = torch.meshgrid(_arange(grid[0], like), _arange(grid[1], like), indexing="ij")
-    angles = [axis.reshape(-1, 1) * omega for axis in (x, y)]
+    angles = [axis.reshape(-1, 1) * omega for axis in (x, y)]  # each N D/4
     return torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1)
 
 
@@ -76,17 +80,21 @@ def cast_like(x: Tensor, like: Tensor) -> Tensor:
 
 @fx.wrap
 def rotary_cos_sin(grid: Grid, head_dim: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each N K, of patch centers in [-1, 1]; one period per pair of channels."""
+    """Cosine and sine, each N K, of the rotation angles 2 pi c / period.
+
+    c is the row or column coordinate of a patch's center, scaled to [-1, 1]. The K/2 angles are those of the row with
+    K/4 periods, then those of the column; they repeat for the second half of the channels.
+    """
     periods = base ** (_arange(head_dim // 4, like) * 4 / head_dim)
     centers = [2 * (_arange(n, like) + 0.5) / n - 1 for n in grid]
-    where = torch.stack(torch.meshgrid(*centers, indexing="ij"), dim=-1).flatten(0, 1)  # N 2
-    angles = (2 * math.pi * where[:, :, None] / periods).flatten(1).tile(2)  # N K
+    coords = torch.stack(torch.meshgrid(*centers, indexing="ij"), dim=-1).flatten(0, 1)  # N 2
+    angles = (2 * math.pi * coords[:, :, None] / periods).flatten(1).tile(2)  # N K
     return angles.cos(), angles.sin()
 
 
 @fx.wrap
 def relative_position_index(grid: Grid, built_for: Grid, like: Tensor) -> Tensor:
-    """N N: p_q - p_k of the flattened patches, shifted to start at 0."""
+    """N N: p_q - p_k + N - 1, from 0 to 2N - 2; p_q and p_k are the indices of the query's and the key's patch."""
     if grid != built_for:
         raise ModelError(
             f"relative positions exist for {built_for[0]}x{built_for[1]} patches only and cannot be "
@@ -97,22 +105,22 @@ def relative_position_index(grid: Grid, built_for: Grid, like: Tensor) -> Tensor
 
 
 class AdditivePosition(CachedModule):
-    """Base of the additive encodings: one vector per token; prefix tokens without a position get zeros."""
+    """Base class of the additive encodings: one vector per token, T D; prefix tokens without a position get zeros."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.width, self.convention = config.width, config.resample
         self.num_zeros = config.num_prefix_tokens - config.num_positioned_prefix_tokens
-        rows = config.num_positioned_prefix_tokens
-        self.prefix = nn.Parameter(torch.empty(rows, config.width)) if rows else None
+        num_prefix = config.num_positioned_prefix_tokens
+        self.prefix = nn.Parameter(torch.empty(num_prefix, config.width)) if num_prefix else None
 
     def forward(self, grid: Grid, like: Tensor) -> Tensor:
-        """The table for this grid, T D."""
+        """The embeddings for this grid, T D, with the dtype and device of `like`."""
         table: Tensor = self.cached((grid, like.dtype), like.device, lambda: self.build_table(grid, like))
         return table
 
     def build_table(self, grid: Grid, like: Tensor) -> Tensor:
-        patches = self.patch_table(grid, like)
+        patches = self.patch_table(grid, like)  # N D
         parts = [patches]
         if self.num_zeros:
             parts.insert(0, patches.new_zeros(self.num_zeros, self.width))
@@ -121,16 +129,16 @@ class AdditivePosition(CachedModule):
         return torch.cat(parts) if len(parts) > 1 else patches
 
     def patch_table(self, grid: Grid, like: Tensor) -> Tensor:
-        """Positions of the patches, N D."""
+        """Position embeddings of the patches, N D."""
         raise NotImplementedError
 
     def resampled(self, grid: Grid) -> dict[str, Tensor]:
-        """The parameters that depend on the grid, resampled to another one, by name."""
+        """The parameters that depend on the grid, by name, resampled to a new grid."""
         return {}
 
 
 class LearnedPosition1d(AdditivePosition):
-    """A learned vector for each patch; 1-D because rows and columns are not distinguished."""
+    """A learned vector for each patch, table h w D; called 1-D because rows and columns are not distinguished."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
@@ -144,7 +152,7 @@ class LearnedPosition1d(AdditivePosition):
 
 
 class LearnedPosition2d(AdditivePosition):
-    """A learned vector of D / 2 for each row and for each column, concatenated."""
+    """Concatenation of a learned vector for the row and one for the column: rows h D/2, columns w D/2."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
@@ -153,8 +161,8 @@ class LearnedPosition2d(AdditivePosition):
 
     def patch_table(self, grid: Grid, like: Tensor) -> Tensor:
         rows, columns = self.resampled(grid).values()
-        pairs = rows[:, None].expand(*grid, -1), columns[None].expand(*grid, -1)
-        return torch.cat(pairs, dim=-1).flatten(0, 1)
+        halves = rows[:, None].expand(*grid, -1), columns[None].expand(*grid, -1)  # each h w D/2
+        return torch.cat(halves, dim=-1).flatten(0, 1)  # N D
 
     def resampled(self, grid: Grid) -> dict[str, Tensor]:
         rows = resample(self.rows[:, None], (grid[0], 1), self.convention)[:, 0]
@@ -170,7 +178,11 @@ class SinCosPosition2d(AdditivePosition):
 
 
 class RotaryPosition2d(CachedModule):
-    """2-D rotary position embedding of the patches' queries and keys (DINOv3's convention)."""
+    """2-D rotary position embedding of the patches' queries and keys, as in DINOv3; prefix tokens are not rotated.
+
+    Channels i and i + K/2 are a pair, (a, b), which is rotated by the angle t of the patch (see `rotary_cos_sin`):
+    (a cos t - b sin t, b cos t + a sin t).
+    """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -180,7 +192,7 @@ class RotaryPosition2d(CachedModule):
     def forward(self, grid: Grid, like: Tensor) -> QKTransform:
         cos, sin = self.cached((grid, like.dtype), like.device, lambda: self.cos_sin(grid, like))
 
-        def rotate(x: Tensor) -> Tensor:
+        def rotate(x: Tensor) -> Tensor:  # B H T K -> B H T K
             prefix, patches = x[:, :, : self.num_prefix], x[:, :, self.num_prefix :]
             a, b = patches.chunk(2, dim=-1)
             rotated = patches * cos + torch.cat([-b, a], dim=-1) * sin
@@ -189,12 +201,16 @@ class RotaryPosition2d(CachedModule):
         return lambda q, k: (rotate(q), rotate(k), None)
 
     def cos_sin(self, grid: Grid, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each N K, of patch centers in [-1, 1]; one period per pair of channels."""
+        """Cosine and sine of the rotation angles, each N K."""
         return rotary_cos_sin(grid, self.head_dim, self.base, like)
 
 
 class RelativePosition(nn.Module):
-    """Relative positions: adds q . e[p_q - p_k] to the logits, p being the index of a patch (appendix D.4)."""
+    """Relative position embeddings (appendix D.4 of the paper): adds q . e[p_q - p_k] / sqrt(K) to the logits.
+
+    p_q and p_k are the indices of the query's and the key's patch; e (`offsets`, 2N-1 D) is learned. Logits of
+    prefix tokens are not changed.
+    """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -206,10 +222,10 @@ class RelativePosition(nn.Module):
         index = relative_position_index(grid, self.grid, like)
 
         def add_bias(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            keys = self.offsets.unflatten(1, (self.num_heads, -1)).permute(1, 2, 0).to(q.dtype)  # H K 2N-1
-            logits = (q[:, :, self.num_prefix :] * q.shape[-1] ** -0.5) @ keys  # B H N 2N-1
+            embeddings = self.offsets.unflatten(1, (self.num_heads, -1)).permute(1, 2, 0).to(q.dtype)  # H K 2N-1
+            logits = (q[:, :, self.num_prefix :] * q.shape[-1] ** -0.5) @ embeddings  # B H N 2N-1
             bias = logits.gather(-1, index.expand(q.shape[0], self.num_heads, -1, -1))  # B H N N
-            return q, k, F.pad(bias, (self.num_prefix, 0, self.num_prefix, 0))
+            return q, k, F.pad(bias, (self.num_prefix, 0, self.num_prefix, 0))  # bias: B H T T
 
         return add_bias
 
@@ -223,12 +239,10 @@ IN_ATTENTION: dict[str, type[nn.Module]] = {"relative": RelativePosition, "rope-
 
 
 def make_positions(config: ViTConfig) -> nn.ModuleList:
-    """One module, or one per layer with position_at='layers'; empty for position='none'."""
+    """One position module, or one per layer with position_at='layers'; an empty list for position='none'."""
     if config.position == "none":
         return nn.ModuleList()
     kind = (ADDITIVE | IN_ATTENTION)[config.position]
-    per_layer = config.resolved_position_at == "layers" and config.position not in (
-        "sincos-2d",
-        "rope-2d",
-    )  # the same in every layer
+    has_parameters = config.position not in ("sincos-2d", "rope-2d")  # the others are the same in every layer
+    per_layer = config.resolved_position_at == "layers" and has_parameters
     return nn.ModuleList(kind(config) for _ in range(config.depth if per_layer else 1))

@@ -1,4 +1,11 @@
-"""The Vision Transformer: patch embedding, prefix tokens, positions, blocks, pooling, head."""
+"""The Vision Transformer ("An Image is Worth 16x16 Words", arXiv 2010.11929).
+
+images  B C H W
+embed   patch embedding, prefix tokens (class, distillation, registers), positions    -> B T D
+encode  `depth` transformer blocks                                                     -> B T D
+pool    class token, mean of the patches, or attention pooling                         -> B D
+head    linear classifier                                                              -> B num_classes
+"""
 
 from __future__ import annotations
 
@@ -19,7 +26,7 @@ from vitrail.models.layers import AttentionPool, Block, PatchEmbed, QKTransform,
 from vitrail.models.output import PER_LAYER, Output, resolve_layers, resolve_outputs
 from vitrail.models.position import AdditivePosition, Grid, make_positions
 
-# B images, C channels, N patches in h rows and w columns, P prefix tokens, T = P + N tokens, D width, H heads
+# B images of C channels; N = h w patches in h rows and w columns; P prefix tokens, T = P + N tokens; D width
 
 
 class ViT(BaseNet):
@@ -63,9 +70,9 @@ class ViT(BaseNet):
 
     def forward(self, images: Tensor, sample_seeds: Tensor | None = None) -> Tensor:
         sample_seeds = self.resolve_sample_seeds(images, sample_seeds)
-        x, grid = self.embed(images, sample_seeds)
-        x = self.norm_before_pool(self.encode(x, grid, sample_seeds=sample_seeds))
-        return self.classify(*self.pool_tokens(x))
+        x, grid = self.embed(images, sample_seeds)  # B T D
+        x = self.norm_before_pool(self.encode(x, grid, sample_seeds=sample_seeds))  # B T D
+        return self.classify(*self.pool_tokens(x))  # B num_classes
 
     def features(
         self,
@@ -87,56 +94,56 @@ class ViT(BaseNet):
         tokens: list[Tensor] | None = [] if names & {"tokens", "patch_maps", "prefix_tokens"} else None
         attention: list[Tensor] | None = [] if "attention" in names else None
         pool_attention: list[Tensor] | None = [] if "pool_attention" in names else None
-        numbers = resolve_layers(layers, self.config.depth)
-        keep_layers = None if layers is None else frozenset(numbers)
-        num_blocks = max(numbers) + 1 if names <= PER_LAYER else None
+        indices = resolve_layers(layers, self.config.depth)
+        keep_layers = None if layers is None else frozenset(indices)
+        num_blocks = max(indices) + 1 if names <= PER_LAYER else None
 
         sample_seeds = self.resolve_sample_seeds(images, sample_seeds)
         x, grid = self.embed(images, sample_seeds)
         x = self.encode(x, grid, tokens, attention, sample_seeds, keep_layers, num_blocks)
-        found = self._select_layers(numbers, tokens, attention, grid, norm)
+        results = self._select_layers(indices, tokens, attention, grid, norm)
         if names <= PER_LAYER:
-            return Output(**{name: found[name] for name in names})
+            return Output(**{name: results[name] for name in names})
         x = self.norm_before_pool(x)
-        pooled, second = self.pool_tokens(x, pool_attention)
-        found |= {
+        pooled, distill_token = self.pool_tokens(x, pool_attention)
+        results |= {
             "pool_attention": pool_attention and pool_attention[0][:, :, 0],
             "pooled": pooled,
             "class_token": x[:, 0] if self.config.class_token else None,
             "patches": x[:, self.config.num_prefix_tokens :].unflatten(1, grid),
         }
         if "pre_logits" in names:
-            found["pre_logits"] = self.apply_pre_logits(pooled)
+            results["pre_logits"] = self.apply_pre_logits(pooled)
         if "logits" in names:
-            found["logits"] = self.classify(pooled, second)
-        if "head_logits" in names and second is not None:
-            found["head_logits"] = (self.head(pooled), self.head_distill(second))  # type: ignore[misc]
-        return Output(**{name: found[name] for name in names})
+            results["logits"] = self.classify(pooled, distill_token)
+        if "head_logits" in names and distill_token is not None:
+            results["head_logits"] = (self.head(pooled), self.head_distill(distill_token))  # type: ignore[misc]
+        return Output(**{name: results[name] for name in names})
 
     def _select_layers(
         self,
-        numbers: tuple[int, ...],
+        indices: tuple[int, ...],
         tokens: list[Tensor] | None,
         attention: list[Tensor] | None,
         grid: Grid,
         norm: bool,
     ) -> dict[str, Any]:
         """The per-layer outputs of these blocks, by name, in the order requested."""
-        order, prefix = sorted(set(numbers)), self.config.num_prefix_tokens
-        found: dict[str, Any] = {}
+        order, num_prefix = sorted(set(indices)), self.config.num_prefix_tokens
+        results: dict[str, Any] = {}
         if attention is not None:
-            found["attention"] = tuple(attention[order.index(number)] for number in numbers)
+            results["attention"] = tuple(attention[order.index(i)] for i in indices)
         if tokens is not None:
             tokens = [self.norm_before_pool(x) for x in tokens] if norm else tokens
-            embedded = tokens[: len(tokens) - len(order)]  # the input of the first block, when all layers are kept
-            leaving = [tokens[len(embedded) + order.index(number)] for number in numbers]
-            found["tokens"] = (*embedded, *leaving)
-            found["patch_maps"] = tuple(x[:, prefix:].unflatten(1, grid) for x in leaving)
-            found["prefix_tokens"] = tuple(x[:, :prefix] for x in leaving)
-        return found
+            embedded = tokens[: len(tokens) - len(order)]  # the input of the first block, if all layers are returned
+            block_outputs = [tokens[len(embedded) + order.index(i)] for i in indices]
+            results["tokens"] = (*embedded, *block_outputs)
+            results["patch_maps"] = tuple(x[:, num_prefix:].unflatten(1, grid) for x in block_outputs)  # B h w D
+            results["prefix_tokens"] = tuple(x[:, :num_prefix] for x in block_outputs)  # B P D
+        return results
 
     def resolve_sample_seeds(self, x: Tensor, sample_seeds: Tensor | None) -> Tensor | None:
-        """The given seeds after a check, or new ones; None where no dropout is active."""
+        """Validated or newly drawn seeds, B int64; None if neither dropout nor stochastic depth is active."""
         if not self.training or not (self.config.dropout or self.config.drop_path):
             return None
         return drop.resolve_sample_seeds(x, sample_seeds)
@@ -152,15 +159,15 @@ class ViT(BaseNet):
         `corrupt` is applied to the patch embeddings, B N D, before prefix tokens and positions are added.
         """
         self._check_size(images)
-        images = self.crop_to_patches(images) if self.stem is None else self.stem(images)
+        images = self.crop_to_patches(images) if self.stem is None else self.stem(images)  # the stem gives feature maps
         x = self.patch(images)  # B h w D
         grid = (x.shape[1], x.shape[2])
         x = x.flatten(1, 2)  # B N D
         if corrupt is not None:
             x = corrupt(x)
-        prefix = [t.view(-1, x.shape[-1]) for t in self._prefix_tokens()]
+        prefix = [t.view(-1, x.shape[-1]) for t in self._prefix_tokens()]  # P D in total
         if prefix:
-            x = torch.cat([torch.cat(prefix).expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
+            x = torch.cat([torch.cat(prefix).expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)  # B T D
         if self.config.resolved_position_at == "stem":
             x = self.add_position(x, 0, grid)
         rate = self.config.dropout if self.training else 0.0
@@ -182,10 +189,8 @@ class ViT(BaseNet):
         `tokens_out` and `attention_out` receive the tokens and attention weights of the blocks in `keep_layers`;
         None: of all blocks, and the input of the first block too.
         """
-        recompute, sample_seeds = (
-            self.is_checkpointing() and attention_out is None,
-            self.resolve_sample_seeds(x, sample_seeds),
-        )
+        recompute = self.is_checkpointing() and attention_out is None
+        sample_seeds = self.resolve_sample_seeds(x, sample_seeds)
         seeds = None if sample_seeds is None else drop.block_seeds(sample_seeds, self.config.depth)
         qk_transform: QKTransform | None = None
         if tokens_out is not None and keep_layers is None:
@@ -193,24 +198,32 @@ class ViT(BaseNet):
         for i, block in enumerate(self.blocks):
             if i == num_blocks:
                 break
-            kept = keep_layers is None or i in keep_layers
+            keep = keep_layers is None or i in keep_layers
             x, qk_transform = self.apply_position(i, x, grid, qk_transform)
             block_seeds = None if seeds is None else seeds[i]
             if recompute:
-                state = self.config.attention_dropout > 0  # the other dropouts are functions of sample_seeds
-                x = checkpoint(block, x, qk_transform, None, block_seeds, use_reentrant=False, preserve_rng_state=state)
+                x = checkpoint(
+                    block,
+                    x,
+                    qk_transform,
+                    None,
+                    block_seeds,
+                    use_reentrant=False,
+                    preserve_rng_state=self.config.attention_dropout > 0,  # other dropout depends on block_seeds only
+                )
             else:
-                x = block(x, qk_transform, attention_out if kept else None, block_seeds)
-            if tokens_out is not None and kept:
+                x = block(x, qk_transform, attention_out if keep else None, block_seeds)
+            if tokens_out is not None and keep:
                 tokens_out.append(x)
         return x
 
     def apply_position(
         self, layer: int, x: Tensor, grid: Grid, qk_transform: QKTransform | None
     ) -> tuple[Tensor, QKTransform | None]:
-        """Positions at the input of a block: tokens with additive positions, and the transform inside attention.
+        """Apply one block's position encoding: returns the tokens, B T D, and the block's QKTransform or None.
 
-        `qk_transform` is that of the previous block, reused where the blocks share positions.
+        Additive encodings are added to the tokens; encodings inside attention become the QKTransform.
+        `qk_transform` is that of the previous block, reused if all blocks share one encoding.
         """
         if self.config.resolved_position_at != "stem" and self.positions:
             if isinstance(self._position(layer), AdditivePosition):
@@ -220,17 +233,17 @@ class ViT(BaseNet):
         return x, qk_transform
 
     def add_position(self, x: Tensor, layer: int, grid: Grid) -> Tensor:
-        """x plus this layer's additive positions, B T D."""
+        """Tokens plus this layer's additive position embeddings, B T D."""
         return (x + self._position(layer)(grid, x)).to(x.dtype) if self.positions else x
 
     def pool_tokens(self, x: Tensor, attention_out: list[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
-        """B T D -> the input of the head, B D, and the distillation token, B D or None."""
+        """B T D -> the pooled features, B D (B 2D for 'token+gap'), and the distillation token, B D or None."""
         config = self.config
-        patches, second = x[:, config.num_prefix_tokens :], None
+        patches, distill_token = x[:, config.num_prefix_tokens :], None  # B N D
         match config.pool:
             case "token":
                 pooled = x[:, 0]
-                second = x[:, 1] if config.distilled else None
+                distill_token = x[:, 1] if config.distilled else None
             case "gap":
                 pooled = patches.mean(1)
             case "token+gap":
@@ -240,21 +253,21 @@ class ViT(BaseNet):
                 pooled = self.pool(patches if config.pool == "map" else x, attention_out)
         if config.pool_norm == "after":
             pooled = self.norm(pooled)
-            second = None if second is None else self.norm(second)
-        return pooled, second
+            distill_token = None if distill_token is None else self.norm(distill_token)
+        return pooled, distill_token
 
     def norm_before_pool(self, x: Tensor) -> Tensor:
         return self.norm(x) if self.config.pool_norm == "before" else x
 
     def apply_pre_logits(self, pooled: Tensor) -> Tensor:
-        """The pre-training head's Linear and tanh, if the model has them."""
+        """tanh(Linear(pooled)), the hidden layer of the paper's pre-training head; `pooled` itself if there is none."""
         return pooled if self.pre_logits is None else torch.tanh(self.pre_logits(pooled))
 
-    def classify(self, pooled: Tensor, second: Tensor | None = None) -> Tensor:
-        """Logits, B num_classes; for distilled models the mean of both heads."""
+    def classify(self, pooled: Tensor, distill_token: Tensor | None = None) -> Tensor:
+        """Logits, B num_classes; for distilled models the mean of the two heads' logits."""
         logits: Tensor = self.head(self.apply_pre_logits(pooled))
-        if second is not None and self.head_distill is not None:
-            logits = (logits + self.head_distill(second)) / 2
+        if distill_token is not None and self.head_distill is not None:
+            logits = (logits + self.head_distill(distill_token)) / 2
         return logits
 
     @torch.no_grad()
@@ -274,9 +287,9 @@ class ViT(BaseNet):
         if self.pre_logits is not None:
             init.lecun_normal_(self.pre_logits.weight, g)
             nn.init.zeros_(self.pre_logits.bias)
-        for zeros in (self.patch.bias, self.class_token):
-            if zeros is not None:
-                nn.init.zeros_(zeros)
+        for parameter in (self.patch.bias, self.class_token):
+            if parameter is not None:
+                nn.init.zeros_(parameter)
         for parameter, std in [(self.distill_token, 0.02), (self.registers, 1e-6)]:
             if parameter is not None:
                 init.normal_(parameter, std, g)
@@ -288,47 +301,48 @@ class ViT(BaseNet):
         return self
 
     def resized(self, image_size: Pair) -> ViT:
-        """A copy for images of this size, with its position embeddings resampled."""
+        """A copy of the network for images of this size, with resampled position embeddings."""
         config = self.config.replace(image_size=image_size)
         if config.grid == self.config.grid:
             return self.rebuild(config, {})
         if self.config.position == "relative":
             raise ModelError("relative positions cannot be resampled; use images of the size the model was built for.")
-        changed = {
+        resampled = {
             f"positions.{j}.{name}": value
             for j, position in enumerate(self.positions)
             if isinstance(position, AdditivePosition)
             for name, value in position.resampled(config.grid).items()
         }
-        return self.rebuild(config, changed)
+        return self.rebuild(config, resampled)
 
     def with_classes(self, num_classes: int) -> ViT:
-        """A copy with a new head initialized to zero, and without the pre-logits layer, for fine-tuning."""
+        """A copy of the network for fine-tuning: new heads with zero weights, no pre-logits layer."""
         config = self.config.replace(num_classes=num_classes, pre_logits=0, head_bias=True)
-        fresh = {}
+        new_heads = {}
         for head in ("head", "head_distill") if config.distilled else ("head",):
             if num_classes:
                 like = self.patch.weight
-                fresh[f"{head}.weight"] = like.new_zeros(num_classes, config.pooled_width)
-                fresh[f"{head}.bias"] = like.new_full((num_classes,), config.head_bias_init)
-        return self.rebuild(config, fresh, drop=("head", "pre_logits"))
+                new_heads[f"{head}.weight"] = like.new_zeros(num_classes, config.pooled_width)
+                new_heads[f"{head}.bias"] = like.new_full((num_classes,), config.head_bias_init)
+        return self.rebuild(config, new_heads, drop=("head", "pre_logits"))
 
     def layer_id(self, name: str) -> int:
-        """0 for the stem, tokens and positions; i + 1 for block i; depth + 1 for the final norm, pool and heads.
+        """Layer number of a parameter, for layer-wise learning rate decay.
 
-        Positions of one layer (position_at='layers') belong to its block.
+        0 for the stem, patch embedding, tokens and positions; i + 1 for block i and, with position_at='layers', its
+        positions; depth + 1 for the final norm, pool and heads.
         """
-        part, _, rest = name.partition(".")
-        if not hasattr(self, part):
+        module, _, path = name.partition(".")
+        if not hasattr(self, module):
             raise ModelError(f"no parameter is called {name!r}{did_you_mean(name, dict(self.named_parameters()))}")
-        if part == "blocks" or (part == "positions" and self.config.resolved_position_at == "layers"):
-            return int(rest.split(".")[0]) + 1
-        return self.config.depth + 1 if part in ("norm", "pool", "pre_logits", "head", "head_distill") else 0
+        if module == "blocks" or (module == "positions" and self.config.resolved_position_at == "layers"):
+            return int(path.split(".")[0]) + 1
+        return self.config.depth + 1 if module in ("norm", "pool", "pre_logits", "head", "head_distill") else 0
 
     def crop_to_patches(self, images: Tensor) -> Tensor:
-        """Crop the last rows and columns that do not fill a patch."""
+        """Crop the rows at the bottom and the columns at the right that do not fill a patch."""
         if self.config.uncovered == "refuse":
-            return images  # the size is a multiple of the patch size: checked before
+            return images  # _check_size has verified that the size is a multiple of the patch size
         height, width = pair(self.config.patch_size)
         return images[:, :, : images.shape[2] // height * height, : images.shape[3] // width * width]
 
