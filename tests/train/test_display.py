@@ -213,7 +213,7 @@ def test_elsewhere_there_are_plain_lines_a_few_seconds_apart():
     assert "\x1b" not in out.getvalue()
     assert re.fullmatch(
         r"step +10/1,000  epoch +1\.0/100  loss +1\.648  accuracy 50\.00 %  lr +0\.00100  grad_norm +0\.800  "
-        r"images/s +512  left 2:04",
+        r"images/s +512  eta 2:04",
         steps[0],
     )
     assert len({line.index(" lr ") for line in steps}) == 1  # aligned
@@ -229,7 +229,7 @@ def test_progress_is_printed_every_few_seconds_however_rarely_something_is_logge
             shown.update(step)
     lines = out.getvalue().splitlines()
     assert len(lines) == 10  # in 50 s
-    assert re.fullmatch(r"step +20/1,000  epoch +2\.0/100  images/s +128  left 8:10", lines[1])
+    assert re.fullmatch(r"step +20/1,000  epoch +2\.0/100  images/s +128  eta 8:10", lines[1])
 
 
 def test_a_logged_step_is_one_line_whatever_was_printed_just_before():

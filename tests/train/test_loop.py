@@ -301,4 +301,4 @@ def test_of_equal_scores_the_lower_loss_is_the_best_and_stays_so(
         trained(config, tmp_path / "run")
     result = trained(config, tmp_path / "run", resume=True)
     assert (result.progress.best_score, result.progress.best_loss, result.progress.best_step) == (1.0, 0.3, 6)
-    assert "the weights of step 6 scored best and become the model" in caplog.text
+    assert "the weights of step 6 have the best score and become the model" in caplog.text

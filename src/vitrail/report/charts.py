@@ -134,7 +134,9 @@ def to_svg(chart: Chart) -> Markup:
     if not chart.visible_series:
         return Markup("")
     axes = axes_of(chart)
-    ends = "; ".join(f"{s.name} ends at {chart.format_value(float(s.curve[1][-1]))}" for s in chart.visible_series)
+    ends = "; ".join(
+        f"{s.name} ends at {chart.format_value(float(s.curve[1][-1]))}".strip() for s in chart.visible_series
+    )
     return tag(
         "svg",
         tag("title", f"{chart.title}: {ends}"),

@@ -44,18 +44,18 @@ def attention_maps(report: ReportData, indices: list[int]) -> npt.NDArray[np.flo
     """n h w: attention rollout from the output to each patch; ModelError if the network has no attention."""
     assert report.source is not None
     like = next(report.net.parameters())
-    found = []
+    maps = []
     for index in indices:  # one at a time: the attention matrices of a batch may not fit in memory
         images = report.preprocess(report.source[index].image).to(like)
         with torch.no_grad():
-            found.append(rollout_map(report.net, images)[0].float().cpu().numpy())
-    return np.stack(found)
+            maps.append(rollout_map(report.net, images)[0].float().cpu().numpy())
+    return np.stack(maps)
 
 
 def attention_section(report: ReportData) -> tuple[Markup, list[Pixels]]:
     """Each image next to its attention rollout; also returns the pairs for a figure."""
-    chosen = [(index, caption, report.pixels(index)) for index, caption in attention_examples(report)]
-    readable = [(index, caption, pixels) for index, caption, pixels in chosen if pixels is not None]
+    examples = [(index, caption, report.pixels(index)) for index, caption in attention_examples(report)]
+    readable = [(index, caption, pixels) for index, caption, pixels in examples if pixels is not None]
     if not readable:
         return tag("p", "There are no images to show.", cls="quiet"), []
     try:
@@ -98,7 +98,7 @@ def position_section(report: ReportData) -> tuple[Markup, Pixels | None]:
     body = tag(
         "img",
         src=png_uri(image),
-        alt="maps of position similarity",
+        alt="similarity maps of the position embeddings",
         cls="sharp mosaic" if columns <= 8 else "mosaic",
         width=image.shape[1],
         height=image.shape[0],
@@ -127,7 +127,7 @@ def filter_section(report: ReportData) -> tuple[Markup, Pixels | None]:
     body = tag(
         "img",
         src=png_uri(sheet),
-        alt="patterns of the patch projection",
+        alt="principal components of the patch embedding filters",
         cls="sharp mosaic",
         width=sheet.shape[1],
         height=sheet.shape[0],

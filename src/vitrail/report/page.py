@@ -129,7 +129,7 @@ def _header(report: ReportData) -> Markup:
         ("images per second (median)", format_number(run.images_per_second)),
         ("training images processed", f"{run.num_images:,}" if run.num_images else "–"),
     ]
-    tiles_ = [tag("div", tag("b", value), tag("span", name), cls="fact") for name, value in facts]
+    tiles = [tag("div", tag("b", value), tag("span", name), cls="fact") for name, value in facts]
     return tag(
         "header",
         brand,
@@ -137,7 +137,7 @@ def _header(report: ReportData) -> Markup:
         score_sections.headline(report),
         notice,
         score_sections.comparison(report),
-        tag("div", *tiles_, cls="facts"),
+        tag("div", *tiles, cls="facts"),
     )
 
 
@@ -164,21 +164,21 @@ def _evaluation_series(report: ReportData, name: str) -> list[Series]:
     run = report.run
     raw, ema = run.evaluation_curve(name), run.evaluation_curve(name, ema=True)
     split = score_sections.SPLIT_NAMES.get(report.measured_on, report.measured_on)
-    found = [Series(split, raw if len(raw[0]) else ema)]
+    series = [Series(split, raw if len(raw[0]) else ema)]
     if len(raw[0]) and len(ema[0]):
-        found.append(Series("EMA weights", ema, color_index=4))
+        series.append(Series("EMA weights", ema, color_index=4))
     for i, (title, other) in enumerate(report.other_runs.items()):
-        found.append(Series(title, other.evaluation_curve(name, ema=other.has_ema), color_index=1 + i % 3))
-    return found
+        series.append(Series(title, other.evaluation_curve(name, ema=other.has_ema), color_index=1 + i % 3))
+    return series
 
 
 def _training_sections(report: ReportData, figures: Path) -> list[Section]:
-    drawn = charts(report)
-    shown = [tag("figure", tag("figcaption", c.title), to_svg(c)) for c in drawn if c.visible_series]
-    draw_charts(drawn[:3], figures / "curves.png", report.run.name)
-    if not shown:
+    all_charts = charts(report)
+    drawings = [tag("figure", tag("figcaption", c.title), to_svg(c)) for c in all_charts if c.visible_series]
+    draw_charts(all_charts[:3], figures / "curves.png", report.run.name)
+    if not drawings:
         return [("curves", "Training curves", tag("p", "The run ended before its first logged step.", cls="quiet"))]
-    return [("curves", "Training curves", join(tag("div", *shown, cls="charts"), _training_note(report)))]
+    return [("curves", "Training curves", join(tag("div", *drawings, cls="charts"), _training_note(report)))]
 
 
 def _training_note(report: ReportData) -> Markup:
@@ -196,7 +196,8 @@ def _training_note(report: ReportData) -> Markup:
         return Markup("")
     return tag(
         "p",
-        f"Training metrics are computed during training, with {' and '.join(reasons)}, so they can be worse.",
+        f"Training metrics are computed during training, with {' and '.join(reasons)}, so they can be worse than "
+        "the evaluation metrics.",
         cls="caption after",
     )
 
@@ -209,7 +210,7 @@ def _score_sections(report: ReportData, figures: Path) -> list[Section]:
     parts = [tag("div", score_sections.classes(report))]
     title = "Per-class scores"
     if scores.average_precisions is None:
-        title = "Confusion and per-class accuracy"
+        title = "Confusion matrix and per-class recall"
         parts.insert(0, tag("div", score_sections.confusion(report)))
     return [
         ("classes", title, tag("div", *parts, cls="two stacked" if score_sections.wide_matrix(report) else "two")),
@@ -228,7 +229,10 @@ def _model_sections(report: ReportData, figures: Path) -> list[Section]:
     filters, filter_image = model_sections.filter_section(report)
     if filter_image is not None:
         save_image(filter_image, figures / "filters.png", min_size=240)
-    halves = [tag("div", tag("h3", n), body) for n, body in (("Positions", positions), ("Patch filters", filters))]
+    halves = [
+        tag("div", tag("h3", n), body)
+        for n, body in (("Position embeddings", positions), ("Patch embedding filters", filters))
+    ]
     return [
         ("attention", "Attention", attention),
         ("weights", "Learned weights", tag("div", *halves, cls="two")),
@@ -272,8 +276,8 @@ def _commands(report: ReportData) -> Markup:
     if report.command:
         steps.append(("Repeat the run", _rerun_command(report.command, folder)))
     rows = [join(tag("p", name, cls="caption"), tag("pre", tag("code", text))) for name, text in steps]
-    where = " next to this page contains all settings, with full paths; this page omits them."
-    settings = tag("p", tag("code", "config.json"), where, cls="caption after")
+    note = " next to this page contains all settings, with full paths, which this page omits."
+    settings = tag("p", tag("code", "config.json"), note, cls="caption after")
     return tag("div", *rows, settings, cls="commands")
 
 
@@ -293,24 +297,24 @@ def _portable_word(word: str) -> str:
 def _unreadable_section(report: ReportData) -> Markup:
     listed = report.unreadable[:MAX_LISTED_UNREADABLE]
     rows = [tag("li", tag("code", key), f" {why}") for key, why in listed]
-    rest = len(report.unreadable) - len(listed)
-    more = tag("p", f"and {rest:,} more.", cls="quiet") if rest else None
+    unlisted = len(report.unreadable) - len(listed)
+    more = tag("p", f"and {unlisted:,} more.", cls="quiet") if unlisted else None
     count = pluralize(len(report.unreadable), "image")
     note = tag(
-        "p", f"{count} could not be read and {'was' if rest + len(listed) == 1 else 'were'} skipped.", cls="caption"
+        "p", f"{count} could not be read and {'was' if len(report.unreadable) == 1 else 'were'} skipped.", cls="caption"
     )
     return join(note, tag("details", tag("summary", f"Show {len(listed)}"), tag("ul", *rows), more))
 
 
 def _footer() -> Markup:
     try:
-        made = f"vitrail {version('vitrail')}"
+        name = f"vitrail {version('vitrail')}"
     except PackageNotFoundError:
-        made = "vitrail"
+        name = "vitrail"
     return tag(
         "footer",
         tag(
             "p",
-            f"Written by {made} with PyTorch {torch.__version__.partition('+')[0]}. This file is self-contained.",
+            f"Written by {name} with PyTorch {torch.__version__.partition('+')[0]}. This file is self-contained.",
         ),
     )

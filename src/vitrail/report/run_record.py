@@ -160,27 +160,29 @@ def read_run(path: Path) -> RunRecord:
 
 def config_differences(config: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Settings of `other` that differ from those of `config`, by dotted name."""
-    found: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     for key in sorted({*config, *other}):
         a, b = config.get(key), other.get(key)
         if a == b or (not prefix and key in IGNORED_SETTINGS):
             continue
         if isinstance(a, dict) and isinstance(b, dict):
-            found |= config_differences(a, b, f"{prefix}{key}.")
+            differences |= config_differences(a, b, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = b
-    return found
+            differences[f"{prefix}{key}"] = b
+    return differences
 
 
 def describe_difference(run: RunRecord, other: RunRecord) -> str:
     """A name for another run: the settings that differ, or its own name if there are many."""
-    found = config_differences(run.config, other.config)
-    if not found:
+    differences = config_differences(run.config, other.config)
+    if not differences:
         return other.name
-    if found == {"model.position": "none"}:
+    if differences == {"model.position": "none"}:
         return "without positions"
-    named = [f"{key.rpartition('.')[2].replace('_', ' ')} {_format_setting(value)}" for key, value in found.items()]
-    return ", ".join(named) if len(named) <= 2 else other.name
+    settings = [
+        f"{key.rpartition('.')[2].replace('_', ' ')} {_format_setting(value)}" for key, value in differences.items()
+    ]
+    return ", ".join(settings) if len(settings) <= 2 else other.name
 
 
 def _format_setting(value: Any) -> str:

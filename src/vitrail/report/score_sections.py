@@ -39,46 +39,46 @@ def headline_scores(report: ReportData) -> dict[str, Any] | None:
 
 def headline(report: ReportData) -> Markup:
     """The main result in one sentence, with its interval below."""
-    found, split = headline_scores(report), SPLIT_NAMES.get(report.measured_on, report.measured_on)
-    if found is None or found.get("top1") is None:
-        return _loss_headline(report, found)
+    scores, split = headline_scores(report), SPLIT_NAMES.get(report.measured_on, report.measured_on)
+    if scores is None or scores.get("top1") is None:
+        return _loss_headline(report, scores)
     if report.run.test_scores is None:
         selected = report.measured_on != "test" and report.run.config.get("keep") in ("auto", "best")
         caveat = "The weights were selected on these images, so accuracy on new images may be slightly lower."
-        return _accuracy_headline(report, found, split, caveat if selected else "")
-    name = "map" if found.get("map") is not None else "top1"
-    count = int(found["count"])
-    other = f"On {pluralize(count, f'{split} image')}: {format_percent(found[name], count)}."
+        return _accuracy_headline(report, scores, split, caveat if selected else "")
+    name = "map" if scores.get("map") is not None else "top1"
+    count = int(scores["count"])
+    other = f"On {pluralize(count, f'{split} image')}: {format_percent(scores[name], count)}."
     return _accuracy_headline(report, report.run.test_scores, "test", other)
 
 
-def _accuracy_headline(report: ReportData, found: dict[str, Any], split: str, more: str) -> Markup:
-    count = int(found["count"])
+def _accuracy_headline(report: ReportData, scores: dict[str, Any], split: str, more: str) -> Markup:
+    count = int(scores["count"])
     images = pluralize(count, f"{split} image")
-    if found.get("map") is not None:
+    if scores.get("map") is not None:
         classes = pluralize(len(report.labels), "class", "classes")
-        first = tag("strong", format_percent(found["map"], count))
+        first = tag("strong", format_percent(scores["map"], count))
         sentence = tag("p", first, f" mean average precision over {classes} ({images}).", cls="headline")
         return join(sentence, tag("p", more, cls="sub") if more else None)
-    first = tag("strong", format_percent(found["top1"], count))
+    first = tag("strong", format_percent(scores["top1"], count))
     sentence = tag("p", first, f" top-1 accuracy ({images}).", cls="headline")
-    details = [f"95 % interval: {format_interval(found['low'], found['high'], count)}."]
+    details = [f"95 % interval: {format_interval(scores['low'], scores['high'], count)}."]
     if len(report.labels) > 10:
-        details.append(f"Top-5 accuracy: {format_percent(found['top5'], count)}.")
+        details.append(f"Top-5 accuracy: {format_percent(scores['top5'], count)}.")
     return join(sentence, tag("p", " ".join([*details, more]).strip(), cls="sub"))
 
 
-def _loss_headline(report: ReportData, found: dict[str, Any] | None) -> Markup:
+def _loss_headline(report: ReportData, scores: dict[str, Any] | None) -> Markup:
     """The final training loss, if there is no accuracy."""
     _, losses = report.run.training_curve("loss")
     if not len(losses):
         return tag("p", "Nothing has been measured yet.", cls="headline")
     start = f" (from {format_number(losses[0])} at the start)" if len(losses) > 1 else ""
     sentence = tag("p", tag("strong", format_number(losses[-1])), f" training loss{start}.", cls="headline")
-    if found is None or found.get("loss") is None:
+    if scores is None or scores.get("loss") is None:
         return sentence
     split = SPLIT_NAMES.get(report.measured_on, report.measured_on)
-    return join(sentence, tag("p", f"Loss on {split} images: {format_number(found['loss'])}.", cls="sub"))
+    return join(sentence, tag("p", f"Loss on {split} images: {format_number(scores['loss'])}.", cls="sub"))
 
 
 def comparison(report: ReportData) -> Markup:
@@ -93,18 +93,18 @@ def comparison(report: ReportData) -> Markup:
     rows += [(name, baseline.to_dict(), "baseline") for name, baseline in report.baselines.items()]
     others = [(name, run.last_scores) for name, run in report.other_runs.items()]
     rows += [
-        (name, found, f"run{1 + i % 3}")
-        for i, (name, found) in enumerate(others)
-        if found and found.get("top1") is not None
+        (name, scores, f"run{1 + i % 3}")
+        for i, (name, scores) in enumerate(others)
+        if scores and scores.get("top1") is not None
     ]
     if len(rows) < 2:
         return Markup("")
-    low = min(found["top1"] if found.get("low") is None else found["low"] for _, found, _ in rows)
+    low = min(scores["top1"] if scores.get("low") is None else scores["low"] for _, scores, _ in rows)
     start = max(math.floor(low * 20 - 0.5) / 20, 0.0)
     axis = [
         tag("span", format_tick_percent(m), style=f"left:{_axis_percent(m, start):.2f}%") for m in ticks(start, 1.0, 5)
     ]
-    lines = [_forest_row(name, found, cls, start) for name, found, cls in rows]
+    lines = [_forest_row(name, scores, cls, start) for name, scores, cls in rows]
     return tag("div", *lines, tag("div", tag("div", *axis, cls="track"), cls="forest-axis"), cls="forest")
 
 
@@ -112,9 +112,9 @@ def _axis_percent(fraction: float, start: float) -> float:
     return 100 * (fraction - start) / (1 - start)
 
 
-def _forest_row(name: str, found: dict[str, Any], cls: str, start: float) -> Markup:
-    top1, count = found["top1"], found.get("count")
-    low, high = found.get("low"), found.get("high")
+def _forest_row(name: str, scores: dict[str, Any], cls: str, start: float) -> Markup:
+    top1, count = scores["top1"], scores.get("count")
+    low, high = scores.get("low"), scores.get("high")
     parts, text = [], format_percent(top1, count)
     if low is not None and high is not None:
         left, right = _axis_percent(low, start), _axis_percent(high, start)
@@ -191,10 +191,10 @@ def _cell(report: ReportData, i: int, j: int, count: int, total: int, wrong: int
 def pairs(report: ReportData) -> Markup:
     """The most frequently confused classes, as a list."""
     assert report.scores is not None
-    found = confused_pairs(report.scores, NUM_WORST)
-    if not found:
+    confusions = confused_pairs(report.scores, NUM_WORST)
+    if not confusions:
         return tag("p", "No two classes were confused.", cls="quiet")
-    most = found[0][2]
+    most = confusions[0][2]
     rows = [
         tag(
             "li",
@@ -202,7 +202,7 @@ def pairs(report: ReportData) -> Markup:
             tag("span", cls="bar miss", style=f"--w:{100 * n / most:.1f}%"),
             tag("span", f"{n:,} ×", cls="much"),
         )
-        for a, b, n in found
+        for a, b, n in confusions
     ]
     return join(tag("p", "Most frequent confusions:", cls="caption"), tag("ol", *rows, cls="pairs"))
 
@@ -210,16 +210,16 @@ def pairs(report: ReportData) -> Markup:
 def classes(report: ReportData) -> Markup:
     """A bar for each class; with many classes, for the worst."""
     assert report.scores is not None
-    found = class_scores(report.scores)
+    all_classes = class_scores(report.scores)
     multi_label = report.scores.average_precisions is not None
-    shown = found
-    if len(found) > MAX_BARS:
-        shown = sorted(found, key=lambda c: (c.value, -c.count))[:NUM_WORST]
-    rows = [_class_bar(report, c) for c in shown]
-    short = max((len(report.label(c.index)) for c in shown), default=0) <= SHORT_NAME_LENGTH
-    what = "average precision" if multi_label else "recall, with its 95 % interval"
-    which = f"The {len(shown)} worst of {len(found)} classes" if len(shown) < len(found) else "By class"
-    note = f"{which}: {what}."
+    listed = all_classes
+    if len(all_classes) > MAX_BARS:
+        listed = sorted(all_classes, key=lambda c: (c.value, -c.count))[:NUM_WORST]
+    rows = [_class_bar(report, c) for c in listed]
+    short = max((len(report.label(c.index)) for c in listed), default=0) <= SHORT_NAME_LENGTH
+    metric = "average precision" if multi_label else "recall, with its 95 % interval"
+    which = f"The {len(listed)} worst of {len(all_classes)} classes" if len(listed) < len(all_classes) else "By class"
+    note = f"{which}: {metric}."
     return join(tag("p", note, cls="caption"), tag("div", *rows, cls="bars narrow" if short else "bars"))
 
 
@@ -247,9 +247,9 @@ def mistakes(report: ReportData) -> Markup:
     cards = []
     for mistake in most_confident_errors(samples, NUM_MISTAKES):
         truth, predicted = report.true_labels(samples, mistake.row), report.short_label(mistake.predicted)
-        rest = tag("span", "true: ", tag("b", truth), cls="truth")
+        true_label = tag("span", "true: ", tag("b", truth), cls="truth")
         about, index = f"{truth}, predicted as {predicted}", int(samples.index[mistake.row])
-        cards.append(_card(report, index, predicted, mistake.score, about, rest, "wrong"))
+        cards.append(_card(report, index, predicted, mistake.score, about, true_label, "wrong"))
     cards = [c for c in cards if c]
     if not cards:
         return tag("p", "There are none to show.", cls="quiet")
@@ -266,8 +266,8 @@ def correct_examples(report: ReportData) -> Markup:
     for row in typical_correct(samples, NUM_CORRECT):
         predicted, truth = report.short_label(int(samples.prediction[row])), report.true_labels(samples, row)
         index, score = int(samples.index[row]), float(samples.score[row])
-        rest = tag("span", "true: ", tag("b", truth), cls="truth") if truth != predicted else None
-        cards.append(_card(report, index, predicted, score, f"{predicted}, correct", rest, "right"))
+        true_label = tag("span", "true: ", tag("b", truth), cls="truth") if truth != predicted else None
+        cards.append(_card(report, index, predicted, score, f"{predicted}, correct", true_label, "right"))
     cards = [c for c in cards if c]
     if not cards:
         return Markup("")
@@ -275,11 +275,13 @@ def correct_examples(report: ReportData) -> Markup:
     return join(tag("p", note, cls="caption") if note else None, tag("div", *cards, cls="gallery small"))
 
 
-def _card(report: ReportData, index: int, name: str, score: float, about: str, rest: Markup | None, cls: str) -> Markup:
+def _card(
+    report: ReportData, index: int, name: str, score: float, about: str, true_label: Markup | None, cls: str
+) -> Markup:
     pixels = report.pixels(index)
     if pixels is None:
         return Markup("")
     label = tag("span", name, cls="predicted")
     probability = tag("span", f"{100 * score:.0f} %", cls="much")
-    text = tag("figcaption", label, probability, rest)
+    text = tag("figcaption", label, probability, true_label)
     return tag("figure", img(thumbnail(pixels), about), text, cls=f"card {cls}", title=report.key(index))

@@ -80,16 +80,16 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> FitResu
 
         for batch in () if stop_reason else batches:
             images, targets = augment(batch)
-            total = distributed.all_reduce(batch.weights.sum())
-            sums = trainer.backward(images, targets, batch.weights, trainer.sample_seeds(batch), total)
-            norm = optimizer.clip_grad_norm(config.optim.grad_clip)
+            total_weight = distributed.all_reduce(batch.weights.sum())
+            sums = trainer.backward(images, targets, batch.weights, trainer.sample_seeds(batch), total_weight)
+            grad_norm = optimizer.clip_grad_norm(config.optim.grad_clip)
             progress.step = step = batch.step + 1
-            if nan_guard.check(sums["loss"], norm, batch):
+            if nan_guard.check(sums["loss"], grad_norm, batch):
                 optimizer.step(schedule(batch.step))
                 if ema is not None:
                     ema.update(batch.step)
-                logger.add_step(sums, batch.weights, norm)
-            else:
+                logger.add_step(sums, batch.weights, grad_norm)
+            else:  # the loss is not finite and on_nan=skip
                 optimizer.zero_grad()
                 progress.skipped_steps += 1
 
@@ -115,9 +115,15 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> FitResu
             snapshots.wait()
             with suppress(StopRequested):
                 scores = logger.finish(batches)
-                ended = _check_stop(interrupt, logger, batches) or stop_reason
+                stop_reason = _check_stop(interrupt, logger, batches) or stop_reason
                 return FitResult(
-                    run, trainer.setup, progress, scores, ended, distributed.is_main, test_scores=logger.test_scores
+                    run,
+                    trainer.setup,
+                    progress,
+                    scores,
+                    stop_reason,
+                    distributed.is_main,
+                    test_scores=logger.test_scores,
                 )
             stop_reason = _check_stop(interrupt, logger, batches)
         return FitResult(run, trainer.setup, progress, None, stop_reason, distributed.is_main, logger.last_saved_step())
@@ -148,11 +154,11 @@ def _open_run(stack: ExitStack, config: TrainConfig, run: RunFolder, resume: boo
         if not resume:
             logger.start()
             return trainer, logger
-        before: TrainConfig = distributed.broadcast_object(run.read_config() if distributed.is_main else None)
-        warn_once(check_extension(before, trainer, saved[1] if saved is not None else Progress()))
+        saved_config: TrainConfig = distributed.broadcast_object(run.read_config() if distributed.is_main else None)
+        warn_once(check_extension(saved_config, trainer, saved[1] if saved is not None else Progress()))
         logger.resume(saved)
         if distributed.is_main:
-            run.reopen(extended_config(before, trainer.config))
+            run.reopen(extended_config(saved_config, trainer.config))
         return trainer, logger
 
 
@@ -191,13 +197,15 @@ def _stop_message(run: RunFolder, how: str) -> str:
         return f"stopped {how} before the first step; nothing was saved"
     saved = run.last_checkpoint_step
     last = "there is no checkpoint yet" if saved is None else f"the last checkpoint is of step {saved}"
-    of = f" of {run.path}" if run.main_run is not None else ""
-    return f"stopped {how}; {last}{of}; resume with: {run.resume_command()}"
+    folder = f" of {run.path}" if run.main_run is not None else ""
+    return f"stopped {how}; {last}{folder}; resume with: {run.resume_command()}"
 
 
 def _check_stop(interrupt: Interrupt, logger: RunLogger, batches: Loader) -> str | None:
     """The signal that requested a stop in any process, or None; raises if too many images are unreadable."""
-    asked, news = logger.distributed.sum_counts(interrupt.stop_requested is not None, batches.num_unshared_bad)
-    if batches.too_many_bad(news):
+    stop_requests, new_bad = logger.distributed.sum_counts(
+        interrupt.stop_requested is not None, batches.num_unshared_bad
+    )
+    if batches.too_many_bad(new_bad):
         logger.gather_unreadable(batches)
-    return (interrupt.stop_requested or "another process") if asked else None
+    return (interrupt.stop_requested or "another process") if stop_requests else None

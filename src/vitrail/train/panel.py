@@ -50,14 +50,14 @@ def panel_lines(display: Display, width: int) -> list[list[Span]]:
     """The lines of the panel, each exactly `width` columns wide."""
     inside = width - 4
     lines = [_progress_bar(display, inside), _position_line(display, inside), []]
-    results, machinery = _result_rows(display), _speed_rows(display)
+    results, speed = _result_rows(display), _speed_rows(display)
     if width >= TWO_COLUMN_WIDTH:
         left = inside * 9 // 16
-        for i in range(max(len(results), len(machinery))):
-            pair = [side[i] if i < len(side) else [] for side in (results, machinery)]
+        for i in range(max(len(results), len(speed))):
+            pair = [side[i] if i < len(side) else [] for side in (results, speed)]
             lines.append([*fit_width(pair[0], left - 1), (" ", ""), *fit_width(pair[1], inside - left)])
     else:
-        lines += results + machinery
+        lines += results + speed
     title = [("─ ", BORDER), ("vitrail", "bold"), (f" · {display.title}" if display.title else "", ""), (" ", "")]
     footer = [("─ ", BORDER), (f"{display.subtitle} ", "dim")] if display.subtitle else []
     return [
@@ -74,8 +74,8 @@ def fit_width(line: list[Span], width: int, fill: str = " ") -> list[Span]:
         if (room := width - sum(cell_len(t) for t, _ in fitted)) <= 0:
             break
         fitted.append((text if cell_len(text) <= room else set_cell_size(text, room), style))
-    rest = width - sum(cell_len(t) for t, _ in fitted)
-    return [*fitted, (fill * rest, BORDER if fill != " " else "")] if rest else fitted
+    padding = width - sum(cell_len(t) for t, _ in fitted)
+    return [*fitted, (fill * padding, BORDER if fill != " " else "")] if padding else fitted
 
 
 def _justify(width: int, *parts: list[Span]) -> list[Span]:
@@ -89,10 +89,10 @@ def _justify(width: int, *parts: list[Span]) -> list[Span]:
 
 
 def _progress_bar(display: Display, width: int) -> list[Span]:
-    share = min(display.state.step / max(display.total_steps, 1), 1.0)
+    fraction = min(display.state.step / max(display.total_steps, 1), 1.0)
     length = max(width - 7, 1)
-    done = int(share * length)
-    return [("━" * done, "blue"), ("━" * (length - done), "bright_black"), (f"  {int(100 * share):3d} %", "bold")]
+    done = int(fraction * length)
+    return [("━" * done, "blue"), ("━" * (length - done), "bright_black"), (f"  {int(100 * fraction):3d} %", "bold")]
 
 
 def _position_line(display: Display, width: int) -> list[Span]:
@@ -122,20 +122,18 @@ def _result_rows(display: Display) -> list[list[Span]]:
     if state.evaluation is not None:
         lines.append(_row("validation", *_validation_spans(state.evaluation)))
         if state.best is not None:
-            shown = (
-                format_number(state.best[0]) if state.evaluation["name"] == "loss" else format_percent(state.best[0])
-            )
-            lines.append(_row("best so far", (f"{shown:<10}", ""), (f"at step {state.best[1]:,}", "dim")))
+            best = format_number(state.best[0]) if state.evaluation["name"] == "loss" else format_percent(state.best[0])
+            lines.append(_row("best so far", (f"{best:<10}", ""), (f"at step {state.best[1]:,}", "dim")))
     return lines
 
 
-def _validation_spans(found: Mapping[str, Any]) -> list[Span]:
-    value = found.get(found["name"])
-    if found["name"] == "loss":
+def _validation_spans(scores: Mapping[str, Any]) -> list[Span]:
+    value = scores.get(scores["name"])
+    if scores["name"] == "loss":
         return [(f"{format_number(value):<10}", "bold green"), ("loss", "dim")]
-    if found["name"] == "map":
+    if scores["name"] == "map":
         return [(f"{format_percent(value):<10}", "bold green"), ("mAP", "dim")]
-    interval = f"{100 * found['low']:.2f} to {100 * found['high']:.2f}" if found.get("low") is not None else ""
+    interval = f"{100 * scores['low']:.2f} to {100 * scores['high']:.2f}" if scores.get("low") is not None else ""
     return [(f"{format_percent(value):<10}", "bold green"), (interval, "dim")]
 
 
@@ -178,7 +176,7 @@ def _speed_parts(display: Display) -> tuple[str, ...]:
     return (
         f"images/s {display.images_per_s:>7,.0f}" if display.images_per_s else "",
         f"mfu {100 * display.mfu:>3.0f} %" if display.mfu is not None else "",
-        f"left {format_time(display.seconds_left)}" if display.seconds_left is not None else "",
+        f"eta {format_time(display.seconds_left)}" if display.seconds_left is not None else "",
     )
 
 
@@ -190,18 +188,20 @@ def plain_evaluation_progress(display: Display) -> str:
 
 def plain_evaluation(display: Display) -> str:
     """The line of a finished evaluation."""
-    found = display.state.evaluation
-    assert found is not None
-    parts = [_format_position(display, found["step"]), "evaluation (EMA)" if found["ema"] else "evaluation"]
-    if found.get("map") is not None:
-        parts.append(f"map {format_percent(found['map'])}")
-    if found.get("top1") is not None:
-        interval = f" ({100 * found['low']:.2f} to {100 * found['high']:.2f})" if found.get("low") is not None else ""
-        parts.append(f"top1 {format_percent(found['top1'])}{interval}")
-    if found.get("top5") is not None and (display.num_classes is None or display.num_classes > 5):
-        parts.append(f"top5 {format_percent(found['top5'])}")
-    parts.append(f"loss {format_number(found.get('loss'))}")
-    if display.state.best is not None and display.state.best[1] == found["step"]:
+    scores = display.state.evaluation
+    assert scores is not None
+    parts = [_format_position(display, scores["step"]), "evaluation (EMA)" if scores["ema"] else "evaluation"]
+    if scores.get("map") is not None:
+        parts.append(f"map {format_percent(scores['map'])}")
+    if scores.get("top1") is not None:
+        interval = (
+            f" ({100 * scores['low']:.2f} to {100 * scores['high']:.2f})" if scores.get("low") is not None else ""
+        )
+        parts.append(f"top1 {format_percent(scores['top1'])}{interval}")
+    if scores.get("top5") is not None and (display.num_classes is None or display.num_classes > 5):
+        parts.append(f"top5 {format_percent(scores['top5'])}")
+    parts.append(f"loss {format_number(scores.get('loss'))}")
+    if display.state.best is not None and display.state.best[1] == scores["step"]:
         parts.append("best")
     return "  ".join(parts)
 
@@ -242,17 +242,17 @@ def _format_count(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def format_percent(share: float | None) -> str:
-    return "–" if share is None or not math.isfinite(share) else f"{100 * share:.2f} %"
+def format_percent(fraction: float | None) -> str:
+    return "–" if fraction is None or not math.isfinite(fraction) else f"{100 * fraction:.2f} %"
 
 
 def format_time(seconds: float | None) -> str:
     """Such as 1:02:03 or 4:05."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
-    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    minutes, whole_seconds = divmod(round(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{whole_seconds:02d}" if hours else f"{minutes}:{whole_seconds:02d}"
 
 
 def format_flops(flops: float) -> str:

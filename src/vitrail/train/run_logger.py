@@ -98,7 +98,9 @@ class RunLogger:
                     f"{self.progress.num_images or 0:,} now: the run continues, but its result will differ"
                 ])  # fmt: skip
             if progress.teacher_checksum not in (None, self.progress.teacher_checksum):
-                warn_once([f"the teacher {self.config.distill.teacher} has other weights than at the start of the run"])
+                warn_once(
+                    [f"the teacher {self.config.distill.teacher} has different weights than at the start of the run"]
+                )
             tensors = self.checkpoints.read(path, self.trainer.state_tensors())
             self.trainer.load_state_tensors(tensors)
             self._restore_rngs(tensors, progress)
@@ -159,12 +161,13 @@ class RunLogger:
     def add_step(self, sums: Tensors, weights: Tensor, norm: Tensor) -> None:
         """Add the metrics of a step to the sums for `log_step`, and update the display."""
         self.display.update(self.progress.step)
-        share = norm / self.distributed.world_size  # every process has the same norm, and they are summed
-        one = torch.ones((), device=norm.device) / self.distributed.world_size
-        self.meter.add({**sums, WEIGHT: weights.sum(), NORM: share, STEPS: one})
+        # The meter sums over processes, and these two values are the same in each of them.
+        world_size = self.distributed.world_size
+        steps = torch.ones((), device=norm.device) / world_size
+        self.meter.add({**sums, WEIGHT: weights.sum(), NORM: norm / world_size, STEPS: steps})
 
     def log_step(self, factor: float) -> None:
-        """Write the averages since the last logged step; `factor` is that of the learning rate."""
+        """Write the averages since the last logged step; `factor` is the learning rate relative to `optim.lr`."""
         step, sums = self.progress.step, self._reduced_sums()
         now = time.monotonic()  # after the sums, which wait for the GPU to finish these steps
         self.meter.reset({})
@@ -252,23 +255,23 @@ class RunLogger:
         self._report_unreadable()
         trainer, progress = self.trainer, self.progress
         self.checkpoints.wait()
-        tensors, chosen = trainer.model_weights(), progress.step
+        tensors, model_step = trainer.model_weights(), progress.step
         if self._keeps_best() and progress.best_step not in (None, progress.step):
-            found = self.checkpoints.read_best(progress.best_step)
-            if found is not None:
-                tensors, chosen = found, progress.best_step
+            best_weights = self.checkpoints.read_best(progress.best_step)
+            if best_weights is not None:
+                tensors, model_step = best_weights, progress.best_step
                 if self.distributed.is_main:
-                    note = f"the weights of step {chosen:,} scored best and become the model"
+                    note = f"the weights of step {model_step:,} have the best score and become the model"
                     warn_once([note], about=str(self.run.path))
         net = trainer.build_model(tensors)
-        if trainer.has_labels and self.scores_step != chosen:
+        if trainer.has_labels and self.scores_step != model_step:
             self.scores = trainer.evaluate_classes(net=net)
             self.display.resume()
         splits = trainer.setup.splits
         if trainer.has_labels and splits.test is not None and splits.eval_split != "test":
             self.test_scores = trainer.evaluate_classes(splits.test, net=net)
             self.display.resume()
-            self._write(self._position() | {"test": self.test_scores.to_dict(), "model_step": chosen})
+            self._write(self._position() | {"test": self.test_scores.to_dict(), "model_step": model_step})
         if self.distributed.is_main:
             info = trainer.setup.info.replace(config=net.config)
             checkpoint.write(net.to("cpu", torch.float32), info, self.run.model, overwrite=True)
@@ -279,10 +282,10 @@ class RunLogger:
 
     def describe_nan(self, batch: Batch) -> str:
         """The error message for a step whose loss is not finite."""
-        named = format_sample_names(self.trainer.setup.splits.train, batch.indices.numpy())
+        names = format_sample_names(self.trainer.setup.splits.train, batch.indices.numpy())
         self.checkpoints.wait()
         return (
-            f"the loss of step {batch.step + 1} is not finite; its images were {named}; {self._last_checkpoint()}. "
+            f"the loss of step {batch.step + 1} is not finite; its images were {names}; {self._last_checkpoint()}. "
             "Try a lower learning rate or a longer warm-up, or on_nan=skip to skip such steps."
         )
 
@@ -324,15 +327,15 @@ class RunLogger:
             self.metrics.write(line)
 
 
-def _is_better(found: tuple[float, float], before: tuple[float | None, float | None]) -> bool:
+def _is_better(new: tuple[float, float], best: tuple[float | None, float | None]) -> bool:
     """Compare (score, loss): of equal scores, which are common with few images, the lower loss is better."""
-    score, loss = before
-    return score is None or found[0] > score or (found[0] == score and found[1] < (math.inf if loss is None else loss))
+    score, loss = best
+    return score is None or new[0] > score or (new[0] == score and new[1] < (math.inf if loss is None else loss))
 
 
 def _selection_score(scores: Scores | MaskedPredictionScores) -> float:
     """The score that selects the best weights; higher is better."""
     if isinstance(scores, MaskedPredictionScores):
         return -scores.loss
-    found = scores.mean_average_precision
-    return scores.top1 if found is None else found
+    mean_ap = scores.mean_average_precision
+    return scores.top1 if mean_ap is None else mean_ap

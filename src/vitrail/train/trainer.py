@@ -151,28 +151,32 @@ class Trainer:
         )
 
     def sample_seeds(self, batch: Batch) -> Tensor:
-        """What chance inside the network is keyed by: b."""
-        # Another seed than the augmentation's, or a layer could draw what a crop has drawn.
-        keys = rng.sample_seeds(rng.derive_seed(self.config.seed, 1), batch.step, batch.slots.cpu().numpy())
-        return rng.seeds_to_tensor(keys, self.device)
+        """Seeds of the random numbers in the network (dropout, stochastic depth), one per image: b."""
+        # Derived from another seed than the augmentation's, so that the two draw independent numbers.
+        seeds = rng.sample_seeds(rng.derive_seed(self.config.seed, 1), batch.step, batch.slots.cpu().numpy())
+        return rng.seeds_to_tensor(seeds, self.device)
 
-    def backward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor, total: Tensor) -> Tensors:
+    def backward(
+        self, images: Tensor, targets: Tensor, weights: Tensor, seeds: Tensor, total_weight: Tensor
+    ) -> Tensors:
         """Compute the gradients of the mean loss over the global batch, in `grad_accum_steps` micro-batches.
 
-        `total`: the weight of the global batch. Returns the sums of loss and metrics over this process's images.
+        `seeds`: from `sample_seeds`. `total_weight`: the sum of the weights of the global batch. Returns the sums of
+        loss and metrics over this process's images.
         """
-        parts = self.config.grad_accum_steps
+        num_micro_batches = self.config.grad_accum_steps
         sums: Tensors = {}
         if self.config.compile == "graphs":
             torch.compiler.cudagraph_mark_step_begin()
-        chunks = zip(*(t.chunk(parts) for t in (images.to(self.dtype), targets, weights, keys)), strict=True)
-        for i, chunk in enumerate(chunks):
-            with gradient_sync(self.wrapped, is_last=i == parts - 1):
+        tensors = (images.to(self.dtype), targets, weights, seeds)
+        micro_batches = zip(*(t.chunk(num_micro_batches) for t in tensors), strict=True)
+        for i, micro_batch in enumerate(micro_batches):
+            with gradient_sync(self.wrapped, is_last=i == num_micro_batches - 1):
                 with self.autocast():
-                    found = self.wrapped(*chunk)
+                    output = self.wrapped(*micro_batch)
                 # The mean over all images; DDP and FSDP divide by the number of processes.
-                (found["loss"] * (self.distributed.world_size / total.clamp(min=1))).backward()
-            for name, value in found.items():
+                (output["loss"] * (self.distributed.world_size / total_weight.clamp(min=1))).backward()
+            for name, value in output.items():
                 # Cloned, since the CUDA graph of the next micro-batch writes to the same memory.
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach().clone()
         return sums
@@ -203,12 +207,12 @@ class Trainer:
         source = source or self.setup.splits.validation
         config, distributed = self.config, self.distributed
         with ExitStack() as stack:
-            found = stack.enter_context(self._evaluation_loader(source))
+            batches = stack.enter_context(self._evaluation_loader(source))
             if net is None:
                 stack.enter_context(self.ema_weights())
             scores = measure(
                 evaluation_network(self.wrapped) if net is None else net.to(self.device, self.dtype),
-                self._until_stopped(found),
+                self._until_stopped(batches),
                 preprocess=self.preprocess,
                 num_classes=len(source.labels),
                 multi_label=source.multi_label,
@@ -217,7 +221,7 @@ class Trainer:
                 reduce=distributed.all_reduce if distributed.world_size > 1 else None,
                 gather=distributed.all_gather_rows if distributed.world_size > 1 else None,
             )
-            found.merge_bad(distributed.all_gather_object(found.bad))
+            batches.merge_bad(distributed.all_gather_object(batches.bad))
             return scores
 
     def evaluate_masked_patches(self) -> MaskedPredictionScores:
@@ -225,20 +229,22 @@ class Trainer:
         config, distributed = self.config, self.distributed
         # Eager: compiling again for these batch sizes would take longer.
         with (
-            self._evaluation_loader(self.setup.splits.validation) as found,
+            self._evaluation_loader(self.setup.splits.validation) as batches,
             self.ema_weights(),
             set_stance("force_eager"),
         ):
-            guesses = measure_masked_prediction(
+            scores = measure_masked_prediction(
                 unwrap(self.wrapped),
-                self._until_stopped(found),
+                self._until_stopped(batches),
                 preprocess=self.preprocess,
-                seed=rng.derive_seed(config.seed, 2),  # neither the network's chance nor the augmentation's
+                seed=rng.derive_seed(
+                    config.seed, 2
+                ),  # independent of the network's and the augmentation's random numbers
                 precision=config.precision,
                 reduce=distributed.all_reduce if distributed.world_size > 1 else None,
             )
-            found.merge_bad(distributed.all_gather_object(found.bad))
-            return guesses
+            batches.merge_bad(distributed.all_gather_object(batches.bad))
+            return scores
 
     def _until_stopped(self, batches: Loader) -> Iterator[Batch]:
         total = len(batches)
@@ -262,8 +268,8 @@ class Trainer:
 
     def check_validation_images(self) -> None:
         """Decode the validation images if they are kept in memory, so that unreadable ones are found at the start."""
-        with self._evaluation_loader(self.setup.splits.validation) as found:
-            found.merge_bad(self.distributed.all_gather_object(found.bad))
+        with self._evaluation_loader(self.setup.splits.validation) as batches:
+            batches.merge_bad(self.distributed.all_gather_object(batches.bad))
 
     def ema_weights(self) -> AbstractContextManager[None]:
         return self.ema.swap() if self.ema is not None else nullcontext()
@@ -279,10 +285,10 @@ class Trainer:
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `state_tensors` returned, on any number of processes."""
-        mine, saved = self.learner.state_dict(), select_prefix("learner", tensors)
-        check_same_tensors("the weights", saved, mine)
+        current, saved = self.learner.state_dict(), select_prefix("learner", tensors)
+        check_same_tensors("the weights", saved, current)
         for name, tensor in saved.items():
-            copy_into(mine[name], tensor)
+            copy_into(current[name], tensor)
         if self.ema is not None:
             self.ema.load_state_tensors(select_prefix("average", tensors))
         self.optimizer.load_state_tensors(select_prefix("optimizer", tensors))
@@ -321,29 +327,29 @@ class Trainer:
 
     def _find_batch_size(self) -> int:
         """The global batch size for batch_size=auto, searched by the main process."""
-        shares = self.distributed.world_size * self.config.grad_accum_steps
-        found = 0
+        num_micro_batches = self.distributed.world_size * self.config.grad_accum_steps
+        size = 0
         if self.distributed.is_main:
-            images = (self.num_images or MAX_BATCH_SIZE * 8 * shares) // shares
+            images = (self.num_images or MAX_BATCH_SIZE * 8 * num_micro_batches) // num_micro_batches
             multi_label = self.setup.splits.train.multi_label
             with self.autocast():
-                found = find_batch_size(
+                size = find_batch_size(
                     self.learner, self.learner.net, images, self.device, self.dtype, multi_label=multi_label
                 )
-            warn_once([f"batch_size=auto: using batch_size={found * shares}"])
-        return int(self.distributed.broadcast_object(found)) * shares
+            warn_once([f"batch_size=auto: using batch_size={size * num_micro_batches}"])
+        return int(self.distributed.broadcast_object(size)) * num_micro_batches
 
     @property
     def flops_per_image(self) -> float:
         """FLOPs of training on one image: forward, backward through the trainable part, and the teacher's forward."""
         teacher = self.learner.teacher if isinstance(self.learner, DistillObjective) else None
-        taught = count_flops(teacher.net.config, teacher.size) if teacher is not None else 0
-        return training_flops(self.learner.net.config, self.config.optim.trainable) + taught
+        teacher_flops = count_flops(teacher.net.config, teacher.size) if teacher is not None else 0
+        return training_flops(self.learner.net.config, self.config.optim.trainable) + teacher_flops
 
 
 def _check_batch_size(config: TrainConfig, processes: int, images: int) -> int:
     batch, parts, group = config.batch_size, config.grad_accum_steps, config.augment.mix_group
-    assert isinstance(batch, int), "the batch was to be found before"
+    assert isinstance(batch, int), "batch_size=auto was not resolved"
     shares = processes * parts
     if images and batch > images:
         raise ConfigError(
