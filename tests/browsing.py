@@ -25,7 +25,7 @@ def answered(page: Any) -> Any:
     """When everything about the image has arrived."""
     from playwright.sync_api import expect
 
-    expect(page.locator("#words")).to_contain_text("looks most at")
+    expect(page.locator("#words")).to_contain_text("attends most to")
     expect(page.locator(".bar").first).to_be_visible()
     return page
 

@@ -66,7 +66,7 @@ def test_with_a_token_it_asks_for_it_as_the_explorer_does(opened: Any, cifar10: 
         page.wait_for_selector("#token-box[open]")
         page.fill("#token", "wrong")
         page.keyboard.press("Enter")
-        page.wait_for_selector("#token-note:has-text('not accepted')")
+        page.wait_for_selector("#token-note:has-text('rejected')")
         page.fill("#token", "open-sesame")
         page.keyboard.press("Enter")
         page.wait_for_selector("#get-metrics")

@@ -36,7 +36,7 @@ def browser(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def page(browser: Driven, site: httpx.Client) -> Iterator[Callable[[str], Driven]]:
     def open_page(fragment: str = "") -> Driven:
         browser.go(f"{site.base_url}/{fragment}")
-        browser.see("#words", "looks most at")
+        browser.see("#words", "attends most to")
         return browser
 
     yield open_page
@@ -74,14 +74,14 @@ def test_a_patch_is_asked_by_pointing(page: Any, cifar10: vitrail.Model) -> None
     best = divmod(int(row.argmax()), 8)
     seen.move(*patch(seen, 2, 5))
     where = "itself" if best == (2, 5) else f"row {best[0] + 1}, column {best[1] + 1}"
-    seen.see("#words", f"Row 3, column 6 looks most at {where} (")
+    seen.see("#words", f"Row 3, column 6 attends most to {where} (")
 
 
 def test_clicks_and_drags_hide_and_the_pointer_keeps_asking(page: Any, site: httpx.Client) -> None:
     seen = page("#image=cat")
     seen.drag(patch(seen, 3, 3))
     wait_for_bars(seen, hiding(site, [27], CAT.read_bytes()))
-    seen.see("#words", "Row 4, column 4 looks most at")  # WebKit sends pointerleave with every click
+    seen.see("#words", "Row 4, column 4 attends most to")  # WebKit sends pointerleave with every click
     seen.drag(patch(seen, 5, 6), patch(seen, 4, 5), patch(seen, 4, 4))
     wait_for_bars(seen, hiding(site, [27, 36, 37, 38, 44, 45, 46], CAT.read_bytes()))
     seen.press("u")
@@ -110,4 +110,4 @@ def test_keys_choose_layers_maps_and_panes(page: Any) -> None:
     seen.press("v")
     seen.see("#panes", "Rollout")
     seen.press("c", "?")
-    seen.see("#help-box[open]", "How to look")
+    seen.see("#help-box[open]", "Help")

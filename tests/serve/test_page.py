@@ -73,9 +73,9 @@ def test_what_is_no_image_is_refused_in_words_and_the_page_goes_on(opened: Opene
     said = settled(page, lambda: bars(page))
     for data, name in ((b"not an image at all", "mine.png"), (b"words", "words.txt")):
         drop(page, data, name=name)
-        expect(page.locator("#banner-text")).to_contain_text("That is no image that can be read here")
+        expect(page.locator("#banner-text")).to_contain_text("This file cannot be read as an image")
         expect(page.locator(".glass.waiting")).to_have_count(0)
-        expect(page.locator("#words")).to_contain_text("looks most at")  # the last good image is still there
+        expect(page.locator("#words")).to_contain_text("attends most to")  # the last good image is still there
         assert bars(page) == said
         assert {**query(page), "show": ""}.items() >= {"image": "coffee", "hide": "9"}.items()
         page.locator("#banner-close").click()
@@ -91,12 +91,12 @@ def test_hovering_a_patch_lights_what_it_attends_to(opened: Opened, cifar10: vit
     best = divmod(int(row.argmax()), 8)
     page.mouse.move(*patch(page, 2, 5))
     where = "itself" if best == (2, 5) else f"row {best[0] + 1}, column {best[1] + 1}"
-    expect(page.locator("#words")).to_contain_text(f"Row 3, column 6 looks most at {where} (")
+    expect(page.locator("#words")).to_contain_text(f"Row 3, column 6 attends most to {where} (")
     share = float(re.search(r"\((.*?)\s%", page.locator("#words").inner_text()).group(1))
     assert share == pytest.approx(100 * float(row.max()), abs=0.6)
     order = row.flatten().argsort().tolist()
     plain = opened("#image=cat&show=plain")
-    expect(plain.locator("figcaption")).to_contain_text("as the model gets it")
+    expect(plain.locator("figcaption")).to_contain_text("as the model receives it")
     expect(plain.locator("#words")).to_have_text("32 × 32 pixels.")
     lit, unlit = (settled(one, lambda one=one: lights(one)) for one in (page, plain))
     assert all(lit[place] < 0.5 * unlit[place] for place in order[:3])
@@ -137,34 +137,34 @@ def test_a_hidden_patch_does_not_become_the_query(opened: Opened) -> None:
     page = answered(opened("#image=cat&layer=4&ask=4.7"))
     words = page.locator("#words")
     page.mouse.move(*patch(page, 5, 5))
-    expect(words).to_contain_text("Row 6, column 6 looks most at")
+    expect(words).to_contain_text("Row 6, column 6 attends most to")
     page.mouse.down()
     page.mouse.move(*patch(page, 6, 6), steps=4)
-    expect(words).to_contain_text("Row 6, column 6 looks most at")  # the light stays while the area is drawn
+    expect(words).to_contain_text("Row 6, column 6 attends most to")  # the light stays while the area is drawn
     page.mouse.up()
     expect(page.locator("#hidden-count")).to_have_text("4 of 64 hidden")
-    expect(words).to_contain_text("Row 4, column 7 looks most at")
+    expect(words).to_contain_text("Row 4, column 7 attends most to")
     page.mouse.move(*patch(page, 5, 6))  # over another hidden one
-    expect(words).to_contain_text("Row 4, column 7 looks most at")
+    expect(words).to_contain_text("Row 4, column 7 attends most to")
     page.mouse.move(*patch(page, 0, 0))
-    expect(words).to_contain_text("Row 1, column 1 looks most at")
+    expect(words).to_contain_text("Row 1, column 1 attends most to")
     page.mouse.click(*patch(page, 3, 6))  # the chosen one itself: what the head reads asks, until it is shown again
-    expect(words).to_contain_text("The mean of all patches looks most at")
-    page.get_by_role("button", name="Click asks").click()
+    expect(words).to_contain_text("The mean of all patches attends most to")
+    page.get_by_role("button", name="Click: query").click()
     page.mouse.click(*patch(page, 5, 5))
     expect(page.locator("#banner-text")).to_contain_text("This patch is hidden")
     page.keyboard.press("u")
     page.mouse.move(2, 2)
-    expect(words).to_contain_text("Row 4, column 7 looks most at")
+    expect(words).to_contain_text("Row 4, column 7 attends most to")
     assert query(page)["ask"] == "4.7"
 
 
 def test_a_long_press_on_the_query_leaves_a_visible_one(opened: Opened) -> None:
     page = answered(opened("#image=cat&layer=4", **PHONE))
     page.touchscreen.tap(*patch(page, 2, 3))
-    expect(page.locator("#words")).to_contain_text("Row 3, column 4 looks most at")
+    expect(page.locator("#words")).to_contain_text("Row 3, column 4 attends most to")
     press(page, *patch(page, 2, 3), milliseconds=600)
-    expect(page.locator("#words")).to_contain_text("The mean of all patches looks most at")
+    expect(page.locator("#words")).to_contain_text("The mean of all patches attends most to")
 
 
 def test_only_the_latest_wish_counts(opened: Opened, site: httpx.Client) -> None:
@@ -199,7 +199,7 @@ def test_a_link_restores_the_view(opened: Opened, site: httpx.Client) -> None:
     other = answered(opened(page.evaluate("location.hash")))
     wait_for_bars(other, bars(page))
     assert other.locator("#words").inner_text() == page.locator("#words").inner_text()
-    assert other.locator("#words").inner_text().startswith("Row 7, column 5 looks")
+    assert other.locator("#words").inner_text().startswith("Row 7, column 5 attends")
     assert query(other) == words
 
 
@@ -215,7 +215,7 @@ def test_an_image_of_ones_own_is_restored_here_and_explained_elsewhere(opened: O
     again = answered(opened(fragment, context=page.context))
     wait_for_bars(again, said)
     stranger = opened(fragment)
-    expect(stranger.locator("#banner-text")).to_contain_text("stayed in the browser")
+    expect(stranger.locator("#banner-text")).to_contain_text("stored in another browser only")
     assert query(stranger).items() >= {"image": query(page)["image"], "hide": "0"}.items()  # the link stays whole
     drop(stranger, drawing(2))
     wait_for_bars(stranger, said)  # with the patch hidden, as the link has it
@@ -230,17 +230,17 @@ def test_the_keyboard_alone_is_enough(opened: Opened, site: httpx.Client) -> Non
     page.keyboard.press("PageUp")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
-    expect(page.locator("#words")).to_contain_text("Row 2, column 2 looks most at")
+    expect(page.locator("#words")).to_contain_text("Row 2, column 2 attends most to")
     cell = page.locator(f"#{page.locator('.glass').get_attribute('aria-activedescendant')}")
-    looks = page.locator("#words").inner_text()  # Row 2, column 2 looks most at row 4, column 5 (3.1 %).
-    expect(cell).to_contain_text(f"row 2, column 2; most light on {looks.split(' most at ')[1].split(' (')[0]}")
+    attention = page.locator("#words").inner_text()  # Row 2, column 2 attends most to row 4, column 5 (3.1 %).
+    expect(cell).to_contain_text(f"row 2, column 2; maximum at {attention.split(' most to ')[1].split(' (')[0]}")
     page.keyboard.press("Space")
     wait_for_bars(page, hiding(site, [9], CAT.read_bytes()))
     cell = page.locator(f"#{page.locator('.glass').get_attribute('aria-activedescendant')}")
     expect(cell).to_contain_text("row 2, column 2, hidden")
     expect(page.locator("#live")).to_contain_text("With 1 patch hidden: Cat, ")
     page.keyboard.press("u")
-    expect(page.locator("#hidden-count")).to_contain_text("drag over an area")
+    expect(page.locator("#hidden-count")).to_contain_text("drag to hide an area")
     cell = page.locator(f"#{page.locator('.glass').get_attribute('aria-activedescendant')}")
     expect(cell).not_to_contain_text("hidden")
     page.keyboard.press("]")
@@ -277,8 +277,8 @@ def test_two_layers_and_two_images_stand_side_by_side(opened: Opened, cifar10: v
     page = answered(opened("#image=cat&layer=8"))
     page.locator("#compare").click()
     expect(page.locator(".pane figcaption")).to_contain_text(["ALayer 8", "BLayer 8"])
-    expect(page.locator("#invite")).to_contain_text("The controls are for B")
-    expect(page.locator("#words")).to_contain_text("B: The mean of all patches looks most at")
+    expect(page.locator("#invite")).to_contain_text("The controls apply to B")
+    expect(page.locator("#words")).to_contain_text("B: The mean of all patches attends most to")
     for _ in range(4):
         page.keyboard.press("[")
     expect(page.locator(".pane figcaption")).to_contain_text(["ALayer 8", "BLayer 4"])
@@ -301,7 +301,11 @@ def test_two_layers_and_two_images_stand_side_by_side(opened: Opened, cifar10: v
 
 def test_maps_distances_and_places_are_those_of_the_model(opened: Opened, cifar10: vitrail.Model) -> None:
     page = answered(opened("#image=cat&layer=2&paint=heat"))
-    told = {"Rollout": "%", "Gradient": "of the most", "Occlusion": re.compile("points (lost|won) when covered")}
+    told = {
+        "Rollout": "%",
+        "Gradient": "of the maximum",
+        "Occlusion": re.compile("probability (drops|rises) .* points when occluded"),
+    }
     for name, unit in told.items():
         page.get_by_role("button", name=name).click()
         page.mouse.move(*patch(page, 3, 3))
@@ -309,14 +313,14 @@ def test_maps_distances_and_places_are_those_of_the_model(opened: Opened, cifar1
         expect(page.locator("#words")).to_contain_text(here)
         expect(page.locator("#words")).to_contain_text(unit)
         page.mouse.move(2, 2)
-        expect(page.locator("#words")).to_contain_text("Most at row")
+        expect(page.locator("#words")).to_contain_text("Maximum at row")
     images = cifar10.preprocess(CAT)
     lost = METHODS["occlusion"](cifar10.net, images, cifar10.net(images).argmax(1), False)[0]
     down, right = (2 * (at // 2) + 1 for at in divmod(int(lost.argmax()), 8))
     square = f"rows {down} and {down + 1}, columns {right} and {right + 1}"
-    where = f"Most at {square}: {100 * float(lost.max()):.1f} points lost"
+    where = f"Maximum at {square}: probability drops {100 * float(lost.max()):.1f} points"
     expect(page.locator("#words")).to_contain_text(where)
-    expect(page.locator("figcaption")).to_contain_text("What “Cat” loses by covering 2 × 2 patches.")
+    expect(page.locator("figcaption")).to_contain_text("Drop in “Cat” when 2 × 2 patches are occluded.")
     page.get_by_role("button", name="Attention", exact=True).click()
     expect(page.locator("#distance-plot circle")).to_have_count(9 * 3)
     expect(page.locator("#distance-plot .band")).to_have_count(1)
@@ -359,11 +363,11 @@ def test_a_phone_has_everything_within_its_width(opened: Opened, site: httpx.Cli
     page = answered(opened("#image=cat&layer=3", **PHONE))
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.touchscreen.tap(*patch(page, 2, 3))
-    expect(page.locator("#words")).to_contain_text("Row 3, column 4 looks most at")
-    expect(page.locator("#hidden-count")).to_contain_text("Press long")
+    expect(page.locator("#words")).to_contain_text("Row 3, column 4 attends most to")
+    expect(page.locator("#hidden-count")).to_contain_text("Long-press")
     press(page, *patch(page, 2, 3), milliseconds=600)
     wait_for_bars(page, hiding(site, [19], CAT.read_bytes()))
-    page.get_by_role("button", name="Tap hides").click()
+    page.get_by_role("button", name="Tap: hide").click()
     page.touchscreen.tap(*patch(page, 2, 4))
     wait_for_bars(page, hiding(site, [19, 20], CAT.read_bytes()))
     script = """() => [...document.querySelectorAll('button')].filter((button) => button.offsetParent)

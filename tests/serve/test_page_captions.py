@@ -30,8 +30,8 @@ def test_the_first_sight_says_what_to_do_and_shows_something(opened: Opened) -> 
     expect(page.locator("#invite")).to_have_text(
         "Point at a patch to see what it attends to. Click to hide it.", use_inner_text=True
     )
-    expect(page.locator("#words")).to_contain_text("Row 4, column 7 looks most at")  # the cat's eye
-    expect(page.locator("figcaption")).to_contain_text("What the framed patch attends to.")
+    expect(page.locator("#words")).to_contain_text("Row 4, column 7 attends most to")  # the cat's eye
+    expect(page.locator("figcaption")).to_contain_text("Attention of the framed patch.")
     assert query(page)["ask"] == "4.7"
     plain = opened("#image=cat&show=plain")
     expect(plain.locator("#words")).to_contain_text("pixels")
@@ -40,11 +40,11 @@ def test_the_first_sight_says_what_to_do_and_shows_something(opened: Opened) -> 
     for name in ("Attention", "Rollout", "Gradient", "Occlusion"):
         assert len(page.get_by_role("button", name=name).get_attribute("title")) > 20
     page.locator(".sample[data-name=flower]").click()  # which has a place of its own
-    expect(page.locator("#words")).to_contain_text("Row 4, column 4 looks most at")
+    expect(page.locator("#words")).to_contain_text("Row 4, column 4 attends most to")
     page.keyboard.press("Escape")
-    expect(page.locator("#words")).to_contain_text("The mean of all patches looks most at")
+    expect(page.locator("#words")).to_contain_text("The mean of all patches attends most to")
     page.locator(".sample[data-name=cat]").click()  # and is left alone by those who let go
-    expect(page.locator("#words")).to_contain_text("The mean of all patches looks most at")
+    expect(page.locator("#words")).to_contain_text("The mean of all patches attends most to")
 
 
 def test_whoever_gets_most_is_named_first(opened: Opened) -> None:
@@ -60,9 +60,9 @@ def test_whoever_gets_most_is_named_first(opened: Opened) -> None:
             who = names[token].replace("the", "The").replace("row", "Row")
             names[token] = "itself"
             best, patches = int(last[token].argmax()), 1 + int(last[token, 1:].argmax())
-            expect(page.locator("#words")).to_contain_text(f"{who} looks most at {names[best]} (")
+            expect(page.locator("#words")).to_contain_text(f"{who} attends most to {names[best]} (")
             if best == 0:
-                expect(page.locator("#words")).to_contain_text(f", then at {names[patches]} (")
+                expect(page.locator("#words")).to_contain_text(f", then to {names[patches]} (")
         page.close()
 
 
@@ -87,13 +87,19 @@ def test_maps_of_nothing_and_below_nothing_are_told_in_numbers(opened: Opened) -
         const sheet = { image: true, grid: { rows: 1, columns: 2 } }, model = { prefix_tokens: [], methods: [show] };
         return sentence({ show }, sheet, model, { values, row: null, from: null, hover: alone ? null : 1 });
     }"""
-    assert page.evaluate(script, ["gradient", [0, 0]]) == "Row 1, column 2: 0 of the most."
-    assert page.evaluate(script, ["gradient", [0, 0], True]) == "Nothing speaks for it anywhere."
-    assert page.evaluate(script, ["gradient", [1, 0.25]]) == "Row 1, column 2: 0.25 of the most."
-    assert page.evaluate(script, ["gradient", [0.5, 1]]).startswith("Row 1, column 2: the most of all.")
-    assert page.evaluate(script, ["gradient", [0.5, 1], True]).startswith("Most at row 1, column 2. ")
-    assert page.evaluate(script, ["occlusion", [-0.3, -0.02]]) == "Row 1, column 2: 2.0 points won when covered."
-    assert page.evaluate(script, ["occlusion", [0, 0.125]]) == "Row 1, column 2: 12.5 points lost when covered."
+    assert page.evaluate(script, ["gradient", [0, 0]]) == "Row 1, column 2: 0 of the maximum."
+    assert page.evaluate(script, ["gradient", [0, 0], True]) == "No patch has a positive value."
+    assert page.evaluate(script, ["gradient", [1, 0.25]]) == "Row 1, column 2: 0.25 of the maximum."
+    assert page.evaluate(script, ["gradient", [0.5, 1]]).startswith("Row 1, column 2: the maximum.")
+    assert page.evaluate(script, ["gradient", [0.5, 1], True]).startswith("Maximum at row 1, column 2. ")
+    assert (
+        page.evaluate(script, ["occlusion", [-0.3, -0.02]])
+        == "Row 1, column 2: probability rises 2.0 points when occluded."
+    )
+    assert (
+        page.evaluate(script, ["occlusion", [0, 0.125]])
+        == "Row 1, column 2: probability drops 12.5 points when occluded."
+    )
 
 
 def test_a_bright_corner_is_not_taken_for_more_than_it_is(opened: Opened) -> None:
@@ -107,7 +113,7 @@ def test_a_bright_corner_is_not_taken_for_more_than_it_is(opened: Opened) -> Non
     }"""
 
     def remarked(show: str, best: int, asks: int | None = None, pointed: int | None = None) -> bool:
-        return "Corners often draw attention" in page.evaluate(script, [show, best, asks, pointed])
+        return "Corners often receive high attention" in page.evaluate(script, [show, best, asks, pointed])
 
     corners = [0, 2, 6, 8]
     for show in ("attention", "rollout", "gradient"):
@@ -123,9 +129,9 @@ def test_the_invitation_says_what_pointing_tells_in_each_map(opened: Opened) -> 
     page = answered(opened(**DESK))
     invite, high = page.locator("#invite"), page.locator("#invite").bounding_box()["height"]
     for name, said in {
-        "Rollout": "Point at a patch to see its share. Click to hide it.",
-        "Gradient": "Point at a patch to see its weight. Click to hide it.",
-        "Occlusion": "Point at a square to see its worth. Click to hide a patch.",
+        "Rollout": "Point at a patch to see its contribution. Click to hide it.",
+        "Gradient": "Point at a patch to see its value. Click to hide it.",
+        "Occlusion": "Point at a square to see the drop. Click to hide a patch.",
         "Image": "Click patches to hide them, and watch the prediction change.",
     }.items():
         page.get_by_role("button", name=name).click()
@@ -133,14 +139,14 @@ def test_the_invitation_says_what_pointing_tells_in_each_map(opened: Opened) -> 
         assert invite.bounding_box()["height"] == high  # the image stays where it is
         caption = page.locator(".means")
         assert caption.evaluate("(one) => one.scrollWidth <= one.clientWidth")
-    page.get_by_role("button", name="Click asks").click()
-    expect(invite).to_have_text("Shift and click a patch to hide it, and watch the prediction change.")
+    page.get_by_role("button", name="Click: query").click()
+    expect(invite).to_have_text("Shift-click a patch to hide it, and watch the prediction change.")
 
 
 def test_a_finger_reads_the_value_of_a_map(opened: Opened) -> None:
     page = answered(opened(**PHONE))
     page.get_by_role("button", name="Rollout").click()
-    expect(page.locator("#invite")).to_have_text("Tap a patch to see its share. Press long to hide it.")
+    expect(page.locator("#invite")).to_have_text("Tap a patch to see its contribution. Long-press to hide it.")
     page.touchscreen.tap(*patch(page, 2, 3))
     expect(page.locator("#words")).to_contain_text("Row 3, column 4: ")
 
@@ -163,7 +169,7 @@ def test_occlusion_speaks_of_the_square_that_is_covered(opened: Opened) -> None:
     assert any(red > 230 and 180 < green < 230 and blue < 150 for red, green, blue in pixels)  # the amber frame
     page.locator(".glass").focus()
     page.keyboard.press("ArrowRight")
-    expect(page.locator(".glass [role=gridcell]").filter(has_text="most light on rows")).to_have_count(1)
+    expect(page.locator(".glass [role=gridcell]").filter(has_text="maximum at rows")).to_have_count(1)
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (5, 7), (1, 3), (3, 2)])
@@ -186,9 +192,10 @@ def test_squares_are_those_that_the_model_is_shown(opened: Opened, grid: tuple[i
 def test_what_the_class_wins_by_is_dark(opened: Opened) -> None:
     page = opened()
     script = """async (values) => {
-        const { lost, scaled } = await import('/static/attention.js'), { legend } = await import('/static/captions.js');
+        const { positivePart, scaled } = await import('/static/attention.js');
+        const { legend } = await import('/static/captions.js');
         const found = Float32Array.from(values);
-        return [[...scaled(lost(found))], legend('occlusion', found)];
+        return [[...scaled(positivePart(found))], legend('occlusion', found)];
     }"""
     light, ends = page.evaluate(script, [-0.5, -0.1, 0, 0.05, 0.1, 0.2])
     assert light == pytest.approx([0, 0, 0, 0.5, 1, 1])
@@ -200,7 +207,7 @@ def test_the_place_that_is_compared_is_named(opened: Opened) -> None:
     note = page.locator("#places-note")
     expect(note).to_contain_text("Row 4, column 7: ")
     page.get_by_role("button", name="Rollout").click()  # where nobody asks
-    expect(note).to_contain_text("The middle, in the frame: ")
+    expect(note).to_contain_text("The center patch, framed: ")
     page.mouse.move(*patch(page, 0, 7))
     expect(note).to_contain_text("Row 1, column 8: ")
 
@@ -235,7 +242,7 @@ def test_a_map_that_takes_long_is_announced_on_the_image(opened: Opened) -> None
     image, pill = page.locator(".glass").bounding_box(), page.locator("#status").bounding_box()
     assert image["y"] < pill["y"] < image["y"] + image["height"] / 4
     held.pop().continue_()
-    expect(page.locator("#words")).to_contain_text("points lost")
+    expect(page.locator("#words")).to_contain_text("probability drops")
     expect(page.locator("#status")).to_have_text("")
     expect(page.locator(".glass.waiting")).to_have_count(0)
 
@@ -320,7 +327,7 @@ def test_the_download_has_letters_a_scale_and_whose_the_images_are(opened: Opene
         page.locator("#save").click()
     written = page.evaluate("written")
     shown = [text for text in written if text.startswith(("A: ", "B: "))]
-    assert [text for text in shown if "looks most" not in text] == [
+    assert [text for text in shown if "attends most" not in text] == [
         *("A: Layer 4, all heads", "B: Rollout"),
         *(f"{letter}: {label}" for letter, label in zip("AB", page.locator(".label").all_inner_texts(), strict=True)),
     ]

@@ -57,7 +57,7 @@ def test_a_bad_file_in_a_second_pane_leaves_both_as_they_were(opened: Opened) ->
     page = answered(opened("#image=cat&layer=4&show2=rollout", allowed=AWAY))
     page.locator(".glass").nth(1).click(modifiers=["Shift"])  # the second pane is chosen
     drop(page, b"not an image", onto=".pane:nth-child(2) .glass")
-    expect(page.locator("#banner-text")).to_contain_text("no image")
+    expect(page.locator("#banner-text")).to_contain_text("cannot be read as an image")
     expect(page.locator(".block")).to_have_count(1)
     expect(page.locator(".glass.waiting")).to_have_count(0)
     words = query(page)
@@ -134,4 +134,4 @@ def test_a_map_that_is_refused_is_not_asked_for_again_and_again(opened: Opened) 
     assert len(asked) == 1
     page.unroute("**/v1/explain")
     page.get_by_role("button", name="Attention", exact=True).click()
-    expect(page.locator("#words")).to_contain_text("looks most at")
+    expect(page.locator("#words")).to_contain_text("attends most to")

@@ -52,7 +52,7 @@ def test_the_prediction_is_in_view_while_patches_are_hidden_on_a_phone(
     opened: Opened, site: httpx.Client, size: tuple[int, int]
 ) -> None:
     page = answered(opened("#image=cat&layer=4", **phone(*size)))
-    page.get_by_role("button", name="Tap hides").click()  # scrolls to it
+    page.get_by_role("button", name="Tap: hide").click()  # scrolls to it
     for row, column in ((2, 3), (2, 4)):
         page.touchscreen.tap(*patch(page, row, column))
     expected = hiding(site, [19, 20], CAT.read_bytes())
@@ -141,7 +141,7 @@ def test_long_names_are_cut_in_the_download_and_in_the_description_of_the_api(
 ) -> None:
     page = answered(opened("#image=cat&hide=3", at=str(named.base_url)))
     page.get_by_role("button", name="Gradient").click()
-    expect(page.locator("#words")).to_contain_text("Most at")
+    expect(page.locator("#words")).to_contain_text("Maximum at")
     script = """() => {
         const { prototype } = CanvasRenderingContext2D, draw = prototype.fillText;
         window.wide = [];

@@ -71,22 +71,24 @@ def begun(opened: Opened, steps: Steps, squares: int) -> Any:
 def test_occlusion_fills_in_square_by_square(opened: Opened, steps: Steps) -> None:
     page = begun(opened, steps, 5)
     expect(page.locator("#status")).to_contain_text("Computing occlusion…")
-    expect(page.locator("#words")).to_contain_text("Most so far at rows")
+    expect(page.locator("#words")).to_contain_text("Maximum so far at rows")
     expect(page.locator(".glass.waiting")).to_have_count(0)
     page.mouse.move(*patch(page, 7, 7))
     expect(page.locator("#words")).to_have_text("Rows 7 and 8, columns 7 and 8: not computed yet.")
     page.mouse.move(*patch(page, 0, 0))
-    expect(page.locator("#words")).to_contain_text(re.compile("Rows 1 and 2, columns 1 and 2: .* points (lost|won)"))
+    expect(page.locator("#words")).to_contain_text(
+        re.compile("Rows 1 and 2, columns 1 and 2: probability (drops|rises) .* points")
+    )
     page.mouse.move(2, 2)
     partly = settled(page, lambda: lights(page))
     steps.allow(10**6)
-    expect(page.locator("#words")).to_contain_text("Most at rows")
+    expect(page.locator("#words")).to_contain_text("Maximum at rows")
     expect(page.locator("#status")).to_have_text("")
     expect(page.locator("#stop")).to_be_hidden()
     assert page.evaluate("asked").count("/v1/explain") == 1  # moving the mouse has not begun it again
     final = settled(page, lambda: lights(page))
     page.reload()
-    expect(page.locator("#words")).to_contain_text("Most at rows")
+    expect(page.locator("#words")).to_contain_text("Maximum at rows")
     assert settled(page, lambda: lights(page)) == pytest.approx(final, abs=1)
     page.get_by_role("button", name="Image").click()
     plain = settled(page, lambda: lights(page))
@@ -107,7 +109,7 @@ def test_occlusion_can_be_stopped_and_begun_again(opened: Opened, site: httpx.Cl
     assert steps.calls <= made + 1  # the server has stopped too
     page.get_by_role("button", name="Occlusion").click()
     page.mouse.move(2, 2)
-    expect(page.locator("#words")).to_contain_text("Most at rows")
+    expect(page.locator("#words")).to_contain_text("Maximum at rows")
 
 
 @pytest.mark.parametrize("how", ["hide", "show"])
@@ -120,12 +122,12 @@ def test_occlusion_that_is_no_longer_wanted_is_called_off(opened: Opened, steps:
         expect(page.locator("#hidden-count")).to_have_text("1 of 64 hidden")
     else:
         page.get_by_role("button", name="Rollout").click()
-        expect(page.locator("#words")).to_contain_text("Most at row")
+        expect(page.locator("#words")).to_contain_text("Maximum at row")
     until(lambda: page.wait_for_timeout(20) or any("explain" in url for url in ended))
     steps.allow(10**6)
     page.get_by_role("button", name="Occlusion").click()
     page.mouse.move(2, 2)
-    expect(page.locator("#words")).to_contain_text("Most at rows")
+    expect(page.locator("#words")).to_contain_text("Maximum at rows")
 
 
 def test_what_goes_wrong_on_the_way_is_told(opened: Opened, steps: Steps) -> None:
@@ -136,10 +138,10 @@ def test_what_goes_wrong_on_the_way_is_told(opened: Opened, steps: Steps) -> Non
     expect(page.locator("#status")).to_have_text("")
     steps.error = False
     page.get_by_role("button", name="Occlusion").click()
-    expect(page.locator("#words")).to_contain_text("Most at rows")
+    expect(page.locator("#words")).to_contain_text("Maximum at rows")
 
 
 def test_two_panes_that_want_two_maps_get_both(opened: Opened, steps: Steps) -> None:
     page = opened("#image=cat&show=occlusion&show2=gradient")
     expect(page.locator("figcaption .ramp")).to_have_count(2)
-    expect(page.locator("#words")).to_contain_text("Most at rows")
+    expect(page.locator("#words")).to_contain_text("Maximum at rows")

@@ -75,7 +75,7 @@ def test_it_says_what_it_waits_for_when_the_model_is_slow(opened: Opened, cifar1
         expect(page.locator("#status")).to_have_text("")
         what.engine.go.clear()  # type: ignore[attr-defined]
         page.mouse.click(*patch(page, 3, 3))
-        expect(page.locator("#status")).to_have_text("The model is looking…")
+        expect(page.locator("#status")).to_have_text("Running the model…")
         expect(page.locator("#status")).to_contain_text("s so far", timeout=5000)
         what.engine.go.set()  # type: ignore[attr-defined]
         expect(page.locator("#status")).to_have_text("")
@@ -90,9 +90,9 @@ def test_a_server_that_went_away_is_awaited_and_nothing_is_lost(opened: Opened, 
         answered(page)
         page.wait_for_timeout(300)
     page.mouse.move(*patch(page, 4, 4))  # what is here already needs nobody
-    expect(page.locator("#words")).to_contain_text("Row 5, column 5 looks")
+    expect(page.locator("#words")).to_contain_text("Row 5, column 5 attends")
     page.mouse.click(*patch(page, 4, 4))
-    expect(page.locator("#banner-text")).to_contain_text("The server is away")
+    expect(page.locator("#banner-text")).to_contain_text("The server is unreachable")
     expect(page.locator("#banner-act")).to_have_text("Try now")
     page.mouse.click(*patch(page, 4, 5))
     with listening(cifar10, port) as where, httpx.Client(base_url=where) as client:
@@ -108,7 +108,7 @@ def test_a_sample_chosen_while_the_server_is_away_comes_with_it(opened: Opened, 
         page = answered(opened(at=where, allowed=AWAY))
         page.wait_for_timeout(300)
     page.locator(".sample[data-name=coffee]").click()
-    expect(page.locator("#banner-text")).to_contain_text("The server is away")
+    expect(page.locator("#banner-text")).to_contain_text("The server is unreachable")
     expect(page.locator(".sample[data-name=coffee]")).to_have_attribute("aria-pressed", "true")
     assert query(page)["image"] == "coffee"  # reloading would not forget it either
     with listening(cifar10, port):
@@ -125,12 +125,12 @@ def test_a_server_that_comes_back_with_another_model_is_not_taken_for_the_old_on
         page = answered(opened("#image=coffee&layer=9&hide=9.63&ask=8.8", at=where, allowed=AWAY))
         page.wait_for_timeout(300)
     page.mouse.click(*patch(page, 4, 4))
-    expect(page.locator("#banner-text")).to_contain_text("The server is away")
+    expect(page.locator("#banner-text")).to_contain_text("The server is unreachable")
     with listening(model(small()), port):
-        expect(page.locator("#banner-text")).to_have_text("The server is back, with another model: small.")
+        expect(page.locator("#banner-text")).to_have_text("The server is back with another model: small.")
         answered(page)
         expect(page.locator("#model")).to_contain_text("4 × 4 patches")
-        expect(page.locator("#hidden-count")).to_contain_text("Nothing is hidden")
+        expect(page.locator("#hidden-count")).to_contain_text("Nothing hidden")
         words = query(page)
         assert words["image"] == "coffee"
         assert {"hide", "ask"}.isdisjoint(words)
@@ -144,7 +144,7 @@ def test_an_exported_file_is_drawn_as_it_sees(opened: Opened) -> None:
     for inside in (vit, None):
         with run_server(ServedModel(BlockingEngine(vit), inside, name="small")) as (client, _):
             page = opened("#image=cat&show=plain", at=str(client.base_url))
-            expect(page.locator("#words")).to_contain_text("64 × 64 pixels." if inside else "cannot be looked into")
+            expect(page.locator("#words")).to_contain_text("64 × 64 pixels." if inside else "no explanations")
             seen.append(settled(page, lambda page=page: lights(page)))
             if inside is None:
                 expect(page.locator("#invite")).to_contain_text("Click patches to hide them")
@@ -163,7 +163,7 @@ def test_the_token_is_asked_for_once(opened: Opened) -> None:
         expect(page.locator("#token-box")).to_be_visible()
         page.locator("#token").fill("wrong")
         page.keyboard.press("Enter")
-        expect(page.locator("#token-note")).to_contain_text("not accepted")
+        expect(page.locator("#token-note")).to_contain_text("rejected")
         page.locator("#token").fill("open-sesame")
         page.keyboard.press("Enter")
         answered(page)
@@ -179,14 +179,14 @@ def test_any_grid_and_tokens_that_are_no_patches(opened: Opened) -> None:
     vit = model(small(image_size=(24, 40), class_token=True, num_registers=2))
     with run_server(served(vit)) as (client, _):
         page = answered(opened(at=str(client.base_url)))
-        expect(page.locator(".chip")).to_contain_text(["what the head reads", "class", "register 1", "register 2"])
+        expect(page.locator(".chip")).to_contain_text(["head input", "class", "register 1", "register 2"])
         box = page.locator(".glass canvas").bounding_box()
         assert box["width"] / box["height"] == pytest.approx(40 / 24, rel=0.02)
         page.locator(".chip", has_text="register 2").click()
-        expect(page.locator("#words")).to_contain_text("The register 2 token looks most at")
+        expect(page.locator("#words")).to_contain_text("The register 2 token attends most to")
         assert query(page)["ask"] == "register-2"
         page.mouse.move(*patch(page, 2, 4, grid=(3, 5)))
-        expect(page.locator("#words")).to_contain_text("Row 3, column 5 looks")
+        expect(page.locator("#words")).to_contain_text("Row 3, column 5 attends")
         last = list(AttentionIterator(vit.net, vit.preprocess(CAT)))[-1][0]  # H T T
         page.keyboard.press("]")
         page.mouse.move(*patch(page, 2, 3, grid=(3, 5)))
@@ -219,7 +219,7 @@ def test_models_without_attention_or_classes_say_so(opened: Opened) -> None:
     bit = model(BiTConfig(image_size=32, layers=(1, 1, 1, 1), width_factor=0.5, num_classes=len(LABELS)))
     with run_server(served(bit)) as (client, _):
         page = opened(at=str(client.base_url))
-        expect(page.locator("figcaption")).to_contain_text("loses by covering 2 × 2 patches")
+        expect(page.locator("figcaption")).to_contain_text("when 2 × 2 patches are occluded")
         expect(page.locator("#shows button")).to_have_text(["Occlusion", "Image"])
         page.get_by_role("button", name="Image").click()
         expect(page.locator("#words")).to_contain_text("no attention")
@@ -230,15 +230,15 @@ def test_models_without_attention_or_classes_say_so(opened: Opened) -> None:
     tower = model(small(num_classes=0), task="embed")
     with run_server(served(tower)) as (client, _):
         page = opened(at=str(client.base_url), allowed=AWAY)
-        expect(page.locator(".block .note")).to_contain_text("no classes")
-        expect(page.locator("#words")).to_contain_text("looks most at")
+        expect(page.locator(".block .note")).to_contain_text("no classification head")
+        expect(page.locator("#words")).to_contain_text("attends most to")
         page.mouse.click(*patch(page, 0, 0, grid=(4, 4)))
         expect(page.locator("#hidden-count")).to_have_text("1 of 16 hidden")
         expect(page.locator(".block .note")).to_contain_text(re.compile("whole images only|with and without"))
         page.locator("#clear").click()
         page.locator("#compare").click()
         page.locator(".sample[data-name=flower]").click()
-        expect(page.locator(".label").nth(1)).to_contain_text("alike")
+        expect(page.locator(".label").nth(1)).to_contain_text("Cosine")
         page.close()
 
 

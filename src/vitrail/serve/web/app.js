@@ -1,4 +1,4 @@
-// The page: holds the view, lets the parts draw it, and hears what the person wants.
+// The explorer: holds the view state, draws it and handles input.
 
 import { attended, placesOf, reading } from "./attention.js";
 import { drawChips } from "./chips.js";
@@ -27,12 +27,12 @@ const predictions = new Predictions($("says"));
 const pane = () => view.panes[view.active];
 const sheetOf = (one) => view.sheets[one.sheet];
 const special = () => model.prefix_tokens.length;
-/** The token that asks in a sheet: the patch pointed at, else the chosen one. A hidden patch does not ask. */
+/** The query token of an image: the patch under the pointer, else the selected one. A hidden patch is never the query. */
 const asker = (sheet) => [view.hover === null ? null : view.hover + special(), view.ask].find((token) => token !== null && !sheet.hide.has(token - special())) ?? null;
 const methodOf = (show) => (show === "pool" ? "attention" : show);
 const letterOf = (one) => (view.panes.length > 1 ? "AB"[view.panes.indexOf(one)] : "");
 
-/** What a pane shows over the patches; null where it is the image alone, or not here yet. */
+/** The value of each patch in a pane; null for the plain image, or before the values have arrived. */
 function values(one, sheet) {
   if (one.show === "plain" || !sheet.image) return null;
   if (one.show !== "attention") return sheet.map(methodOf(one.show));
@@ -56,7 +56,7 @@ function draw() {
   view.sheets.forEach((sheet, i) => sheet.want(view.panes.filter((one) => one.sheet === i && one.show !== "plain").map(wantOf)));
   for (const one of view.panes) {
     const sheet = sheetOf(one), letter = letterOf(one), found = values(one, sheet), attending = one.show === "attention";
-    if (!found && sheet.image && one.show !== "plain" && !sheet.lost.size) waiting = attending ? `Fetching layer ${one.layer}…` : `Computing ${NAMES[one.show].toLowerCase()}…`;
+    if (!found && sheet.image && one.show !== "plain" && !sheet.failedKeys.size) waiting = attending ? `Loading layer ${one.layer}…` : `Computing ${NAMES[one.show].toLowerCase()}…`;
     one.view.show({
       sheet,
       values: found,
@@ -65,7 +65,7 @@ function draw() {
       pointed: view.hover,
       paint: view.paint,
       caption: captionOf(one, sheet, letter, found),
-      label: `${letter ? `Pane ${letter}. ` : ""}${short(sheet.name, 60) || "The image"} in ${sheet.grid?.rows ?? 0} by ${sheet.grid?.columns ?? 0} patches. ${titleOf(one, model)}. Arrow keys move, Space hides, Enter keeps asking.`,
+      label: `${letter ? `Pane ${letter}. ` : ""}${short(sheet.name, 60) || "The image"} in ${sheet.grid?.rows ?? 0} by ${sheet.grid?.columns ?? 0} patches. ${titleOf(one, model)}. Arrow keys move, Space hides, Enter sets the query.`,
       pending: !found && one.show !== "plain",
       empty: sheet.blob || one.wanted ? "" : "Drop an image here, paste one, or choose a sample.",
     });
@@ -78,13 +78,13 @@ function draw() {
   linking ||= setTimeout(() => { linking = 0; link(); }, 200);
 }
 
-/** The address says what is seen; browsers allow it to change only so often, and hovering is not in it. */
+/** Writes the view to the URL, without the hovered patch. Browsers limit how often the URL may change. */
 function link() {
   const text = `#${writeLink(view, model)}`;
   if (location.hash !== text) history.replaceState(null, "", text);
 }
 
-/** Below a pane: what it shows, and how bright is how much. */
+/** The caption below a pane: what it shows, and the color scale. */
 function captionOf(one, sheet, letter, found) {
   const make = (tag, className, text = "") => Object.assign(document.createElement(tag), { className, textContent: text });
   const means = sheet.image ? meaning(one, sheet, model, asker(sheet)) : "", name = make("span", "means", letter ? titleOf(one, model) : means);
@@ -94,7 +94,7 @@ function captionOf(one, sheet, letter, found) {
   if (ends) {
     const ramp = make("span", `ramp ${view.paint}`), [low, high] = ends.map((text) => make("span", "", text));
     ramp.append(low, make("i", ""), high);
-    ramp.title = "How bright is how much";
+    ramp.title = "Color scale";
     parts.push(ramp);
   }
   if (letter) {
@@ -111,7 +111,7 @@ function controls() {
   $("shows").hidden = shows.length < 2;
   segments($("paints"), null, view.paint, (paint) => { view.paint = paint; render(); }, "paint");
   const click = touch.matches ? "Tap" : "Click";
-  segments($("modes"), [["hide", `${click} hides`], ["ask", `${click} asks`]], view.mode, (mode) => { view.mode = mode; render(); });
+  segments($("modes"), [["hide", `${click}: hide`], ["ask", `${click}: query`]], view.mode, (mode) => { view.mode = mode; render(); });
   $("modes").hidden = !model.has_attention;
   $("panes").dataset.mode = view.mode;
   $("paints").hidden = one.show === "plain";
@@ -125,7 +125,7 @@ function controls() {
   $("play").setAttribute("aria-pressed", String(Boolean(playing)));
   $("play").setAttribute("aria-label", playing ? "Stop playing" : "Play through the layers");
   const count = sheet.hide.size;
-  const hint = view.mode === "hide" ? "Nothing is hidden; drag over an area." : touch.matches ? "Press long to hide a patch." : "Shift and click hides.";
+  const hint = view.mode === "hide" ? "Nothing hidden; drag to hide an area." : touch.matches ? "Long-press to hide a patch." : "Shift-click to hide.";
   $("hidden-some").textContent = count ? `${count}` : hint;
   $("hidden-of").textContent = count ? ` of ${sheet.patches}` : "";
   $("hidden-rest").textContent = count ? " hidden" : "";
@@ -159,13 +159,13 @@ function beside() {
     const asked = view.panes.some(({ show }) => show === "attention") ? asker(sheet) : null, { rows, columns } = places.grid;
     const chosen = view.hover ?? (asked !== null && asked >= special() ? asked - special() : null), patch = chosen ?? Math.floor(rows / 2) * columns + Math.floor(columns / 2);
     placesMap($("places-map"), places, patch);
-    $("places-map").setAttribute("aria-label", `Similarity of the position of ${place(patch, places.grid)} to all others`);
-    $("places-note").textContent = `${chosen === null ? "The middle, in the frame" : capital(place(patch, places.grid))}: ${places.description}.`;
+    $("places-map").setAttribute("aria-label", `Similarity of the position embedding of ${place(patch, places.grid)} to all others`);
+    $("places-note").textContent = `${chosen === null ? "The center patch, framed" : capital(place(patch, places.grid))}: ${places.description}.`;
     [$("places-low").textContent, $("places-high").textContent] = [minus(places.low.toFixed(2)), "1"];
   }
 }
 
-/** To a screen reader, once it has stood for a moment; what else is drawn meanwhile does not put it off. */
+/** Announces a text to screen readers after 0.7 s; redrawing does not restart the delay. */
 function speak(text) {
   if (!text || text === toSay) return;
   toSay = text;
@@ -198,9 +198,9 @@ function newPane(words) {
     ask: (patch) => { if (view.hover !== patch) { view.hover = patch; render(); } },
     pin: (patch) => {
       const token = patch + special();
-      if (made.show === "attention" && sheetOf(made).hide.has(patch) && view.ask !== token) return banner("This patch is hidden: show it again to ask from it.", 4000);
+      if (made.show === "attention" && sheetOf(made).hide.has(patch) && view.ask !== token) return banner("This patch is hidden; show it again to use it as the query.", 4000);
       if (view.panes.some(({ show }) => show === "attention")) { view.ask = view.ask === token ? null : token; view.hover = null; }
-      else view.hover = patch;  // nobody asks in a map: a finger reads its value
+      else view.hover = patch;  // maps have no query: a tap shows the value
       render();
     },
     toggle: (sheet, patches, first = patches[0]) => toggle(sheet, patches, !sheet.hide.has(first)),
@@ -217,10 +217,10 @@ function toggle(sheet, patches, hide) {
   const next = new Set(sheet.hide);
   for (const patch of patches) if (hide) next.add(patch); else next.delete(patch);
   if (next.size < sheet.patches) sheet.cover(next);
-  else banner("One patch at least has to stay: with all of them hidden there is nothing to look at.");
+  else banner("At least one patch must stay visible.");
 }
 
-/** A second pane that shows the same, to be given something else. */
+/** Opens a second pane as a copy of the first, or closes it. */
 function compare() {
   if (view.panes.length > 1) return closePane(view.panes[1]);
   const { sheet, show, layer, head } = view.panes[0];
@@ -238,7 +238,7 @@ function closePane(one) {
   render();
 }
 
-/** Sheets that no pane shows any more are put away. */
+/** Drops images that no pane shows. */
 function removeUnusedImages() {
   const used = view.sheets.filter((sheet, i) => view.panes.some((other) => other.sheet === i) || void sheet.stop());
   view.panes.forEach((other) => { other.sheet = used.indexOf(view.sheets[other.sheet]); });
@@ -258,10 +258,10 @@ function play() {
 
 async function copyLink() {
   link();
-  const only = view.sheets.some(({ source }) => source && isOwn(source)) ? " Your own image stays in this browser: the link restores it here only." : "";
+  const only = view.sheets.some(({ source }) => source && isOwn(source)) ? " Your image is stored in this browser only: the link does not work elsewhere." : "";
   try {
     await navigator.clipboard.writeText(location.href);
-    banner(`The link is copied.${only}`, 4000);
+    banner(`Link copied.${only}`, 4000);
   } catch { banner(`The link is in the address bar.${only}`, 6000); }
 }
 
@@ -325,14 +325,14 @@ async function start() {
   document.body.classList.add("ready");
   await imagePicker.restore(location.hash);
   const other = sessionStorage.getItem("vitrail-other");
-  if (other) { sessionStorage.removeItem("vitrail-other"); banner(`The server is back, with another model: ${short(model.name, 60)}.`, 6000); }
+  if (other) { sessionStorage.removeItem("vitrail-other"); banner(`The server is back with another model: ${short(model.name, 60)}.`, 6000); }
   if (model.has_attention) ask("/v1/positions").then((answer) => { places = placesOf(answer); render(); }, () => {});
 }
 
-/** The server went away, has too much to do, or is back; perhaps with another model. */
+/** Shows that the server is unreachable, busy or back; reloads if it serves another model. */
 async function serverState(kind, seconds) {
-  const again = ` Trying again in ${Math.max(seconds, 1)} s.`;
-  if (kind === "away") return banner("The server is away; nothing here is lost.", 0, "Try now", again);
+  const again = ` Retrying in ${Math.max(seconds, 1)} s.`;
+  if (kind === "away") return banner("The server is unreachable; your view is kept.", 0, "Try now", again);
   if (kind === "busy") return banner("The server is busy.", 0, "Try now", again);
   banner("The server is back.", 2500);
   const now = await ask("/v1/model"), same = (key) => JSON.stringify(now[key]) === JSON.stringify(model[key]);

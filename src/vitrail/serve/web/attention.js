@@ -8,7 +8,7 @@ export function bytes(text) {
   return out;
 }
 
-/** One layer: H T T bytes, and the peak of each row that they are shares of. */
+/** One layer: H T T bytes, each a fraction of the maximum of its row. */
 export function layerOf({ num_heads: heads, num_tokens: tokens, values, row_max }) {
   const raw = bytes(row_max);
   return { heads, tokens, values: bytes(values), peaks: new Float32Array(raw.buffer, 0, raw.byteLength / 4) };
@@ -59,21 +59,21 @@ export function placesOf({ grid, values, description }) {
   return { grid, alike, low, description };
 }
 
-/** Which value is dark and which is full light. Few very bright patches do not darken the rest. */
+/** The values drawn darkest and brightest. A few very large values do not darken the others. */
 export function scale(values) {
   const sorted = Float32Array.from(values.filter((value) => !Number.isNaN(value))).sort(), at = (share) => sorted[Math.floor(share * (sorted.length - 1))];
   const least = Math.min(at(0), 0), high = Math.max(at(0.965), least + 0.3 * (at(1) - least));
   return { low: Math.min(at(0.2), least + 0.4 * (high - least)), high, most: at(1) };  // an even map is even light, not its own noise
 }
 
-/** The same numbers between 0 (dark) and 1 (full light); NaN stays NaN. */
+/** The values scaled to 0 (dark) to 1 (bright); NaN stays NaN. */
 export function scaled(values) {
   const { low, high } = scale(values);
   return values.map((value) => Math.min(1, Math.max(0, (value - low) / (high - low || 1))));
 }
 
-/** What covering costs; where it costs nothing, or the class wins by it, there is no light. */
-export const lost = (values) => values.map((value) => Math.max(value, 0));
+/** Occlusion values with negative ones, where the probability rises, set to 0. */
+export const positivePart = (values) => values.map((value) => Math.max(value, 0));
 
 export function largest(values) {
   let best = 0;

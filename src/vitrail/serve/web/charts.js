@@ -1,4 +1,4 @@
-// The two small figures: how far each head looks, and how alike the places of the patches are.
+// The two charts: mean attention distance per head, and similarity of position embeddings.
 
 import { viridis } from "./colors.js";
 
@@ -31,10 +31,10 @@ export function distancePlot(root, note, { distance, uniform, layer, head }, cho
     parts.push(dot);
   }));
   root.setAttribute("viewBox", `0 0 ${WIDE} ${HIGH}`);
-  const said = layer ? `Layer ${layer}: heads look ${distance[layer - 1].map((px) => Math.round(px)).join(", ")} pixels far` : "";
-  root.setAttribute("aria-label", `Attention distance of each head in each layer, in pixels. ${said}`);
+  const said = layer ? `Layer ${layer}: ${distance[layer - 1].map((px) => Math.round(px)).join(", ")} pixels` : "";
+  root.setAttribute("aria-label", `Mean attention distance of each head in each layer, in pixels. ${said}`);
   root.replaceChildren(...parts);
-  const rest = uniform ? `Pixels, for each head. Dashed: ${Math.round(uniform)}, looking everywhere alike.` : "Pixels, for each head.";
+  const rest = uniform ? `Pixels, one dot per head. Dashed: ${Math.round(uniform)}, uniform attention.` : "Pixels, one dot per head.";
   note.textContent = rest;
   const nearest = (event) => {
     const area = root.getBoundingClientRect(), at = { x: ((event.clientX - area.left) / area.width) * WIDE, y: ((event.clientY - area.top) / area.height) * HIGH };
@@ -56,7 +56,7 @@ function ticks(high) {
   return Array.from({ length: Math.floor(high / step) + 1 }, (_, i) => i * step);
 }
 
-/** How alike every place is to that of one patch. */
+/** Similarity of one patch's position embedding to all others. */
 export function placesMap(canvas, { grid: { rows, columns }, alike, low }, patch) {
   const count = rows * columns, context = canvas.getContext("2d"), side = 168 / Math.max(rows, columns);
   Object.assign(canvas, { width: Math.round(side * columns), height: Math.round(side * rows) });

@@ -1,13 +1,13 @@
-// The tokens that are no patches, as chips below the image: asked and looked at like them.
+// Buttons for the class and register tokens below the image; they can be queries like patches.
 
 import { percent } from "./formatting.js";
 
-let before;  // who asked before the mouse came over a chip
+let before;  // the query before the pointer entered a chip
 
 /** `row`: what each token gets of the attention shown, or null; `shown`: whether attention is shown at all. */
 export function drawChips(box, { model, view, row, shown, asker, render }) {
   const alone = model.prefix_tokens.length === 1 && model.pool === "token";
-  const readers = alone ? [] : [[null, model.pool === "token" ? "what the head reads" : "all patches"]];
+  const readers = alone ? [] : [[null, model.pool === "token" ? "head input" : "all patches"]];
   const names = shown ? [...readers, ...model.prefix_tokens.map((name, i) => [i, name])] : [];
   while (box.children.length > names.length) box.lastChild.remove();
   while (box.children.length < names.length) {
@@ -28,7 +28,7 @@ export function drawChips(box, { model, view, row, shown, asker, render }) {
     light.style.opacity = share === null ? 0 : Math.min(1, 0.15 + Math.sqrt(share));
     light.hidden = share === null;
     chip.setAttribute("aria-pressed", String(current === token));
-    chip.title = token === null ? "Ask for all of them together" : `Ask from the ${name} token; it gets ${share === null ? "…" : percent(share)} of the attention shown`;
+    chip.title = token === null ? "Use the input of the head as the query" : `Use the ${name} token as the query; it receives ${share === null ? "…" : percent(share)} of the attention shown`;
     chip.onclick = () => { before = undefined; view.ask = token; render(); };
     chip.onpointerenter = (event) => { if (event.pointerType === "mouse" && token !== null) peek(token); };
     chip.onpointerleave = (event) => { if (event.pointerType === "mouse") peek(null); };

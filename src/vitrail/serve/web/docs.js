@@ -123,7 +123,7 @@ function section(method, path, operation, whole) {
 function tell(text) { document.getElementById("summary").textContent = text; }
 
 async function main() {
-  listen({ token: askToken, state: (kind) => kind === "fine" || tell("The server does not answer; it is asked again.") });
+  listen({ token: askToken, state: (kind) => kind === "fine" || tell("The server is unreachable; retrying.") });
   const whole = await ask("/openapi.json");
   const { name } = whole.components.schemas.ModelResponse.examples[0];
   Object.assign(document.getElementById("name"), { textContent: name, title: name, dir: "auto" });

@@ -1,4 +1,4 @@
-// What is on the page, as one PNG: the panes, what they show, and what the model says.
+// Saves the view as one PNG: the panes, their captions and the predictions.
 
 import { viridis } from "./colors.js";
 import { paint } from "./pane.js";
@@ -7,7 +7,7 @@ import { change, percent, short, tidy } from "./formatting.js";
 const SIDE = 720, GAP = 36, BARS = 380, RAMP = 96, SANS = "system-ui, sans-serif", SERIF = "Georgia, serif";
 const FILLS = { mean: "mean color", blur: "blurred", zero: "gray" };
 
-/** A text in lines that are no wider than `room`; one word may be. */
+/** Wraps a text into lines of at most `room` pixels; a single word may be wider. */
 function inLines(context, text, font, room) {
   context.font = font;
   return text.split(" ").reduce((lines, word) => {
@@ -17,7 +17,7 @@ function inLines(context, text, font, room) {
   }, []);
 }
 
-/** How bright is how much, with its end at `right`. */
+/** The color scale, ending at `right`. */
 function ramp(write, context, way, [low, high], right, y) {
   const font = `15px ${SANS}`, start = right - inked(context, high, font) - 10 - RAMP, steps = 16;
   write(high, right, y, font, "--soft", "right");
@@ -31,7 +31,7 @@ function ramp(write, context, way, [low, high], right, y) {
 
 const inked = (context, text, font) => Object.assign(context, { font }).measureText(text).width;
 
-/** As much of a text as there is room for. */
+/** A text cut to `room` pixels. */
 function cut(context, text, font, room) {
   context.font = font;
   let most = Math.min([...text.slice(0, 400)].length, 200);
@@ -81,7 +81,7 @@ export async function savePng({ panes, sheets, model, words, credit }) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
-/** As beside the image: the likeliest classes, where they stood before, and what is hidden. */
+/** The predictions panel: the top classes, their scores without hidden patches, and the number of hidden patches. */
 function bars(write, context, color, sheet, left, top, letter) {
   const [best] = sheet.now ?? [], count = sheet.hide.size;
   if (!best) return;
@@ -103,6 +103,6 @@ function bars(write, context, color, sheet, left, top, letter) {
     context.fillStyle = color("--ink");
     if (before !== undefined) context.fillRect(left + BARS * before - 1, y + 6, 2, 14);
   });
-  const told = count ? [`${count} of ${sheet.patches} patches hidden, ${FILLS[sheet.fill]}.`, "The ticks are where it stood with nothing hidden."] : [];
+  const told = count ? [`${count} of ${sheet.patches} patches hidden, ${FILLS[sheet.fill]}.`, "Ticks: scores with no patch hidden."] : [];
   told.forEach((text, i) => write(text, left, top + 78 + sheet.now.length * 46 + i * 22, `15px ${SANS}`, "--soft"));
 }

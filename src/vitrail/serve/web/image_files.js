@@ -1,4 +1,4 @@
-// Where images come from: files, the clipboard, the camera, samples; and those this browser remembers for its links.
+// Reads images from files, the clipboard and the camera; stores them in the browser so that links can restore them.
 
 const KEPT = 16;  // images remembered
 
@@ -7,7 +7,7 @@ export const isImage = (file) => Boolean(file) && (file.type.startsWith("image/"
 /** The first image among what was dropped or pasted. */
 export const imageIn = (transfer) => [...(transfer?.files ?? [])].find(isImage) ?? null;
 
-/** A name that follows from the bytes: the same image has the same link. */
+/** A hash of the bytes: the same image has the same link. */
 export async function keyOf(blob) {
   const data = await blob.arrayBuffer();
   if (globalThis.crypto?.subtle) {
@@ -33,7 +33,7 @@ const result = (request) => new Promise((resolve, reject) => {
   request.onerror = () => reject(request.error);
 });
 
-/** Keep it for links; the oldest are forgotten. False where the browser keeps nothing (a private window). */
+/** Stores an image for links and deletes the oldest ones. False if the browser stores nothing (a private window). */
 export async function remember(key, blob) {
   try {
     const when = Date.now(), put = async (record) => result((await store("readwrite")).put(record));
@@ -55,7 +55,7 @@ export async function recall(key) {
   } catch { return null; }
 }
 
-/** The image, made smaller where the server would not take it; and what was done, in words. */
+/** The image, resized if it exceeds the server's limits, and a note that says so. */
 export async function fitting(blob, limits) {
   let bitmap = null;
   try { bitmap = await createImageBitmap(blob); } catch { return { blob, note: "" }; }  // the server will say what is wrong
@@ -67,7 +67,7 @@ export async function fitting(blob, limits) {
   canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
   bitmap.close();
   const smaller = await canvas.convertToBlob({ type: "image/jpeg", quality: 0.92 });
-  return { blob: smaller, note: `The image is larger than the server takes: it was sent ${canvas.width} × ${canvas.height} pixels in size.` };
+  return { blob: smaller, note: `The image is larger than the server accepts: it was resized to ${canvas.width} × ${canvas.height} pixels.` };
 }
 
 /** Fills the dialog with what the camera sees; resolves with an image, or null. However it ends, the camera is off. */

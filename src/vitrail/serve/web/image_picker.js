@@ -1,4 +1,4 @@
-// Which image lies in which pane: samples, files, the clipboard, the camera and links put it there. The latest wish counts.
+// Loads images into panes: samples, files, the clipboard, the camera and links. The latest request wins.
 
 import { isOwn, own, readLink } from "./permalink.js";
 import { fitting, keyOf, imageIn, recall, remember, takeImage } from "./image_files.js";
@@ -6,7 +6,7 @@ import { ask } from "./server.js";
 import { banner, hideBanner, say } from "./ui.js";
 
 const $ = (id) => document.getElementById(id);
-export const NO_IMAGE = "That is no image that can be read here; JPEG, PNG, WebP, GIF, BMP, AVIF and TIFF will do.";
+export const NO_IMAGE = "This file cannot be read as an image; expected JPEG, PNG, WebP, GIF, BMP, AVIF or TIFF.";
 
 /** `page`: view, model, shows, samples; newImageState(), newPane(words), pane(), removeUnusedImages(), render(). */
 export class ImagePicker {
@@ -14,7 +14,7 @@ export class ImagePicker {
 
   get pane() { return this.page.pane(); }
 
-  /** The patch of a sample that is worth asking from; null for other images. */
+  /** The default query token of a sample; null for other images. */
   point(source) {
     const { model, samples } = this.page, found = samples.find(({ name }) => name === source)?.query_point;
     if (!found || !model.has_attention || !model.grid) return null;
@@ -22,15 +22,15 @@ export class ImagePicker {
     return model.prefix_tokens.length + Math.floor(found[1] * rows) * columns + Math.floor(found[0] * columns);
   }
 
-  /** Begins a wish for a pane; what is returned says whether it is still the latest. */
-  wish(one, wanted = null) {
+  /** Starts a request for a pane; returns a function that tells whether it is still the latest. */
+  request(one, wanted = null) {
     const mine = (one.turn = (one.turn ?? 0) + 1);
     one.wanted = wanted;  // the address has it already
     this.page.render();
     return () => one.turn === mine && this.page.view.panes.includes(one);
   }
 
-  /** Another image into a pane; a second pane that shared the first one's gets a sheet of its own. */
+  /** Sets the image of a pane; if both panes shared one image, this pane gets its own state. */
   put(one, source, blob, name) {
     const { view, newImageState, removeUnusedImages } = this.page, before = view.sheets[one.sheet];
     const shared = view.panes.some((other) => other !== one && other.sheet === one.sheet);
@@ -46,29 +46,29 @@ export class ImagePicker {
 
   async file(file, one = this.pane) {
     if (!file) return banner(NO_IMAGE);
-    const latest = this.wish(one), { blob, note } = await fitting(file, this.page.model.limits), key = await keyOf(blob);
+    const latest = this.request(one), { blob, note } = await fitting(file, this.page.model.limits), key = await keyOf(blob);
     const kept = await remember(key, blob);
     if (!latest()) return;
     this.put(one, own(key), blob, file.name?.replace(/\.\w+$/, "") || "your image");
     if (note) banner(note);
-    if (!kept) say("This browser keeps no images: a link to this view will not restore it.");
+    if (!kept) say("This browser cannot store images: a link will not restore this view.");
   }
 
   async fetched(source) {
     if (isOwn(source)) return recall(source.slice(4));
     const sample = this.page.samples.find(({ name }) => name === source);
-    return sample ? ask(sample.url, { as: "blob", what: "Fetching the sample" }) : null;
+    return sample ? ask(sample.url, { as: "blob", what: "Loading the sample" }) : null;
   }
 
   async sample(name) {
-    const one = this.pane, latest = this.wish(one, name), blob = await this.fetched(name).catch(() => null);
+    const one = this.pane, latest = this.request(one, name), blob = await this.fetched(name).catch(() => null);
     if (!latest()) return;
     if (blob) return this.put(one, name, blob, name);
     one.wanted = null;
-    banner("The sample could not be fetched; try again in a moment.");
+    banner("The sample could not be loaded; try again.");
   }
 
-  /** The view an address stands for; with none, the first sample and something to see in it. */
+  /** Restores the view of a URL fragment; if it is empty, opens the first sample with its default query. */
   async restore(text) {
     const { view, model, shows, samples, newImageState, newPane, render } = this.page;
     const wanted = readLink(text, model, shows), mine = ++this.restoring;
@@ -87,9 +87,9 @@ export class ImagePicker {
       const { source, hide } = sheet;
       if (!source) return;
       const blob = await this.fetched(source).catch(() => null);
-      if (mine !== this.restoring || panes.some((one) => one.sheet === i && one.turn)) return;  // something else was wished for meanwhile
+      if (mine !== this.restoring || panes.some((one) => one.sheet === i && one.turn)) return;  // a newer request has started
       if (blob) sheet.put(source, blob, isOwn(source) ? "your image" : source, hide);
-      else banner(isOwn(source) ? "This link shows an image that stayed in the browser it was opened in. Drop the same image here and the view is restored." : `There is no sample called “${source}” here; choose another or drop an image.`);
+      else banner(isOwn(source) ? "This link needs an image that is stored in another browser only. Drop the same image here to restore the view." : `There is no sample named “${source}”; choose another or drop an image.`);
     }));
     if (mine === this.restoring) render();
   }
@@ -100,7 +100,7 @@ export class ImagePicker {
     try {
       const blob = await takeImage($("camera-box"));
       if (blob) await this.file(new File([blob], "camera.jpg", { type: blob.type }), one);
-    } catch { banner("The camera cannot be used: it is not there, or this page may not use it."); }
+    } catch { banner("The camera is missing or not permitted for this page."); }
   }
 
   listen() {
@@ -130,7 +130,7 @@ export class ImagePicker {
     }));
   }
 
-  /** Marks the sample that the chosen pane shows, or waits for. */
+  /** Marks the sample that the active pane shows or is loading. */
   mark(one, sheet) {
     for (const button of $("samples").children) {
       const chosen = button.dataset.name === (one.wanted ?? sheet.source);

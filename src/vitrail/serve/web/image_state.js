@@ -1,4 +1,4 @@
-// One image on the table: what is hidden of it, and what the server has said about it so far.
+// The state of one image: its hidden patches and the server's responses so far.
 
 import { bytes, cosine, layerOf, mapOf, partialOf } from "./attention.js";
 import { ask, form, latest } from "./server.js";
@@ -11,44 +11,44 @@ export class ImageState {
     Object.assign(this, { model, changed, failed, source: null, name: "", blob: null, image: null, fill: "mean" });
     this.hide = new Set();
     this.past = [];  // earlier sets of hidden patches
-    this.forget();
+    this.reset();
     this.predicting = latest((signal) => this.predict(signal), 40);
     this.explaining = latest((signal) => this.explain(signal), 0);
-    this.fetching = latest((signal, wanted) => this.more(signal, wanted), 30);
+    this.fetching = latest((signal, wanted) => this.fetchMissing(signal, wanted), 30);
   }
 
-  forget() {
+  reset() {
     Object.assign(this, { before: null, top: null, now: null, whole: null, kept: null, distance: [], uniform: 0, grid: this.model.grid, stale: true });
     this.layers = new Map();
     this.maps = new Map();
-    this.halt();
-    this.lost = new Set();  // what was asked for and refused
+    this.cancelFetch();
+    this.failedKeys = new Set();  // what was asked for and refused
   }
 
   get patches() { return this.grid ? this.grid.rows * this.grid.columns : 0; }
   get values() { return { hide: this.hide.size ? [...this.hide].sort((a, b) => a - b) : undefined, fill: this.hide.size ? this.fill : undefined }; }
 
-  /** Another image; what is hidden stays hidden where the caller says so. The one before is kept until this one is known to be good. */
+  /** Sets another image with these hidden patches. The previous one is kept until the server has accepted this one. */
   put(source, blob, name, hide = new Set()) {
     this.stop();
     if (this.image || !this.last) this.last = Object.fromEntries(KEPT.map((key) => [key, this[key]]));
     Object.assign(this, { source, blob, name, hide: new Set(hide), past: [], image: null });
-    this.forget();
+    this.reset();
     this.send();
   }
 
   stop() {
     clearTimeout(this.later);
     for (const work of [this.predicting, this.explaining]) work.cancel();
-    this.halt();
+    this.cancelFetch();
   }
 
-  /** Hide exactly these from now on. */
+  /** Sets the hidden patches. */
   cover(patches, remember = true) {
     if (remember) this.past.push(this.hide);
     this.hide = new Set(patches);
     this.stale = true;
-    this.halt();
+    this.cancelFetch();
     this.send(true);
     this.changed(this);
   }
@@ -57,7 +57,7 @@ export class ImageState {
     if (this.past.length) this.cover(this.past.pop(), false);
   }
 
-  /** The quick answer first, then the whole one. */
+  /** Requests the prediction first, then the explanation. */
   send(soon = false) {
     if (!this.blob) return;
     const tell = (error) => this.fail(error);
@@ -67,7 +67,7 @@ export class ImageState {
     this.later = setTimeout(() => this.explaining.start().catch(tell), soon ? 220 : 0);
   }
 
-  /** An image that will not do is put aside for the one before it. */
+  /** Restores the previous image if the server rejects this one. */
   fail(error) {
     if (!this.image) {
       this.stop();
@@ -96,8 +96,8 @@ export class ImageState {
   async quick(values, signal) {
     const { num_classes } = this.model, top = num_classes ? Math.min(KNOWN, num_classes) : undefined;
     const body = form(this.blob, { ...values, top });
-    if (num_classes) return (await ask("/v1/predict", { body, what: "The model is looking", signal })).results[0];
-    const found = ask("/v1/embed", { body, what: "The model is looking", signal });
+    if (num_classes) return (await ask("/v1/predict", { body, what: "Running the model", signal })).results[0];
+    const found = ask("/v1/embed", { body, what: "Running the model", signal });
     return (await found.catch((error) => { if (error.status === 400 && values.hide) return null; throw error; }))?.results[0];
   }
 
@@ -106,28 +106,28 @@ export class ImageState {
     this.now = predictions.slice(0, SHOWN);
   }
 
-  /** What the model says of the whole image. */
+  /** Stores the predictions without hidden patches. */
   remember(predictions) { Object.assign(this, { before: scores(predictions), top: predictions[0] }); }
 
   async explain(signal) {
     if (!this.model.methods.length) return this.show(signal);
     const { blob } = this, methods = this.model.methods.includes("rollout") ? ["rollout"] : this.model.methods.slice(0, 1);
-    const answer = await ask("/v1/explain", { body: form(blob, { ...this.values, methods }), what: "The model is looking", signal });
+    const answer = await ask("/v1/explain", { body: form(blob, { ...this.values, methods }), what: "Running the model", signal });
     const image = this.image ?? (await decodeImage(answer.image));
     if (signal.aborted) return;
     this.layers = new Map();
     this.maps = new Map();
-    this.halt();
-    this.lost = new Set();
+    this.cancelFetch();
+    this.failedKeys = new Set();
     if (!this.now && answer.predictions.length) this.tell(answer.predictions);
     Object.assign(this, { image, stale: false, grid: answer.grid ?? this.grid, distance: answer.attention_distance ?? [], uniform: answer.uniform_attention_distance });
     this.take(answer);
     this.changed(this);
   }
 
-  /** Where nothing can be explained: the image as the model gets it. */
+  /** For models without explanations: shows the image as the model receives it. */
   async show(signal) {
-    const seen = async () => decodeImage((await ask("/v1/preprocess", { body: form(this.blob, {}), what: "The model is looking", signal })).image);
+    const seen = async () => decodeImage((await ask("/v1/preprocess", { body: form(this.blob, {}), what: "Running the model", signal })).image);
     const image = this.image ?? (await seen());
     if (signal.aborted) return;
     Object.assign(this, { image, stale: false });
@@ -141,41 +141,41 @@ export class ImageState {
 
   map(method) { return this.maps.get(method) ?? (this.partial?.method === method ? this.partial.values : null); }
 
-  /** Gets layers and maps that did not come with the first answer, one at a time; what is wanted no longer is called off. */
+  /** Requests missing layers and maps, one at a time; cancels a request that is no longer needed. */
   want(wants) {
     const key = ({ layer, method }) => layer ?? method, has = ({ layer, method }) => (layer ? this.layers.has(layer) : this.maps.has(method));
-    if (this.wanted && !wants.some((one) => key(one) === key(this.wanted))) this.halt();
-    const next = wants.find((one) => !has(one) && !this.lost.has(key(one)));
+    if (this.wanted && !wants.some((one) => key(one) === key(this.wanted))) this.cancelFetch();
+    const next = wants.find((one) => !has(one) && !this.failedKeys.has(key(one)));
     if (!next || this.wanted || !this.image || this.stale) return;
-    this.halt();
+    this.cancelFetch();
     const mine = (this.wanted = next), ended = () => { if (this.wanted === mine) this.wanted = null; };
-    this.fetching.start(mine).finally(ended).catch((error) => { this.lost.add(key(mine)); this.partial = null; this.fail(error); });
+    this.fetching.start(mine).finally(ended).catch((error) => { this.failedKeys.add(key(mine)); this.partial = null; this.fail(error); });
   }
 
-  /** Calls off what is being fetched, and forgets what there was of it. */
-  halt() {
+  /** Cancels the running request and drops its partial result. */
+  cancelFetch() {
     this.fetching?.cancel();
     Object.assign(this, { wanted: null, partial: null, stopped: null });
   }
 
-  /** The person does not want to wait: what there is stays, and nothing more comes until it is asked for again. */
+  /** Stops the running request but keeps its partial result, until resume(). */
   stopFetching() {
     if (!this.wanted) return;
     const { wanted: { method }, partial } = this;
-    this.halt();
+    this.cancelFetch();
     Object.assign(this, { partial, stopped: method });
-    this.lost.add(method);
+    this.failedKeys.add(method);
     this.changed(this);
   }
 
-  /** The person chooses a map again that was stopped or refused. */
+  /** Allows a map that was stopped or failed to be requested again. */
   resume(method) {
-    if (this.lost.delete(method) && this.stopped === method) this.halt();
+    if (this.failedKeys.delete(method) && this.stopped === method) this.cancelFetch();
   }
 
-  async more(signal, { layer, method }) {
+  async fetchMissing(signal, { layer, method }) {
     const values = { ...this.values, layers: layer ? [layer] : [], methods: method ? [method] : [] };
-    const what = method ? `Computing ${method}` : `Fetching layer ${layer}`;
+    const what = method ? `Computing ${method}` : `Loading layer ${layer}`;
     const partial = method && ((found) => this.grow(signal, method, found[method]));
     const answer = await ask("/v1/explain", { body: form(this.blob, values), what, signal, partial });
     if (signal.aborted || this.stale) return;
@@ -184,7 +184,7 @@ export class ImageState {
     this.changed(this);
   }
 
-  /** A part of a map has come. */
+  /** Stores a partial map. */
   grow(signal, method, map) {
     const { done, total } = map;
     if (signal.aborted || this.stale) return null;

@@ -1,4 +1,4 @@
-// Single keys, for the whole page; they can be switched off in the help.
+// Keyboard shortcuts of the page; the help dialog can turn them off.
 
 const $ = (id) => document.getElementById(id);
 const stored = () => { try { return localStorage.getItem("vitrail-keys") !== "off"; } catch { return true; } };

@@ -1,6 +1,6 @@
-// One image with its patches: painted on a canvas, asked and hidden by mouse, finger and keys.
+// A pane: an image and its patch values on a canvas, with mouse, touch and keyboard input.
 
-import { covered, isPartial, largest, lost, scaled } from "./attention.js";
+import { covered, isPartial, largest, positivePart, scaled } from "./attention.js";
 import { LEAD, NIGHT, night, viridis } from "./colors.js";
 import { place, squareAt } from "./captions.js";
 
@@ -43,7 +43,7 @@ export class Pane {
 
   /** What to show: a sheet, a value for each patch (or null: the image alone) or for squares of them, who asks, what is told. */
   show({ sheet, values, squares, asker, pointed, paint, caption, label, pending, empty }) {
-    const target = values ? scaled(squares ? lost(values) : values) : null;
+    const target = values ? scaled(squares ? positivePart(values) : values) : null;
     const glide = this.motion && !still.matches && this.shown && target && this.sheet === sheet && this.shown.length === target.length;
     Object.assign(this, { sheet, target, raw: values, squares, asker, paint });
     if (!glide) this.shown = target;
@@ -88,7 +88,7 @@ export class Pane {
     paint(context, width, height, { ...this, focus: this.grid.matches(":focus-visible"), ratio });
   }
 
-  /** The light moves towards where it should be, a part of the way in each frame. */
+  /** Animates the values towards their targets. */
   glide() {
     let far = 0;
     const next = this.shown.map((value, i) => {
@@ -179,7 +179,7 @@ export class Pane {
     const { rows, columns } = this.sheet.grid, clamp = (value, high) => Math.min(Math.max(value, 0), high - 1);
     const now = this.cursor ?? Math.floor(rows / 2) * columns + Math.floor(columns / 2);
     this.cursor = clamp(Math.floor(now / columns) + down, rows) * columns + clamp((now % columns) + right, columns);
-    this.unsaid = true;  // once it is known what this patch looks at
+    this.unsaid = true;  // announced when the attention of this patch is known
     this.wants.ask(this.cursor);
   }
 
@@ -188,7 +188,7 @@ export class Pane {
     this.unsaid = false;
     this.said = { patch: this.cursor, hidden: this.sheet.hide.has(this.cursor) };
     const { grid } = this.sheet, { columns } = grid, cell = this.cells.reverse()[0];
-    const best = this.raw && !this.said.hidden ? largest(this.raw) : null, most = best === null ? "" : `; most light on ${this.squares ? squareAt(best, grid) : best === this.cursor ? "itself" : place(best, grid)}`;
+    const best = this.raw && !this.said.hidden ? largest(this.raw) : null, most = best === null ? "" : `; maximum at ${this.squares ? squareAt(best, grid) : best === this.cursor ? "itself" : place(best, grid)}`;
     cell.setAttribute("aria-rowindex", Math.floor(this.cursor / columns) + 1);
     cell.setAttribute("aria-colindex", (this.cursor % columns) + 1);
     cell.textContent = `${place(this.cursor, grid)}${this.said.hidden ? ", hidden" : ""}${most}`;
@@ -251,7 +251,7 @@ function unknown(context, [left, top, width, height], ratio) {
   context.fill();
 }
 
-/** The brightest glass shines a little. */
+/** Brightens the patches above 0.5. */
 function glow(context, shown, cell) {
   context.globalCompositeOperation = "overlay";
   context.fillStyle = "#fff6e0";
@@ -295,7 +295,7 @@ function mark(context, area, ratio) {
   ring(context, area, ratio, "#ffd479", 2.5, 1);
 }
 
-/** Where most light is. */
+/** Marks the maximum with a ring. */
 function best(context, [left, top, width, height], ratio) {
   const radius = 0.36 * Math.min(width, height);
   for (const [color, thick] of [["rgb(14 12 24 / .7)", 3.5], ["#fff", 1.75]]) {

@@ -1,5 +1,5 @@
-// The view as words in the address: #image=cat&show=attention&layer=12&head=2&ask=5.7&hide=3-7.12
-// A second pane's words end in 2; where it has no image of its own it shows the first one's.
+// The view as a URL fragment: #image=cat&show=attention&layer=12&head=2&ask=5.7&hide=3-7.12
+// Names of the second pane's values end in 2; without image2 it shows the first image.
 
 export const own = (key) => `own:${key}`;
 export const isOwn = (source) => source.startsWith("own:");
@@ -15,7 +15,7 @@ export function writeRanges(numbers) {
   return parts.join(".");
 }
 
-/** The reverse, of what lies below `count`; anything else is left out. */
+/** The inverse of writeRanges for numbers below `count`; anything else is ignored. */
 export function readRanges(text, count) {
   const numbers = new Set();
   for (const part of (text ?? "").split(".")) {

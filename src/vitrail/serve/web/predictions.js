@@ -1,4 +1,4 @@
-// What the model says: the likeliest classes as bars that move while patches are hidden.
+// The predictions panel: the most likely classes as bars, updated while patches are hidden.
 
 import { cosine } from "./attention.js";
 import { change, percent, short, tidy } from "./formatting.js";
@@ -18,12 +18,12 @@ function named(tag, className, label) {
   return Object.assign(made, { title: label, dir: "auto" });
 }
 
-/** One line for each image, for screens where the bars are out of sight: the likeliest class, and its change by what is hidden. */
+/** One line per image for small screens: the top class, its probability and the change caused by the hidden patches. */
 export function drawVerdict(root, sheets, model) {
   root.replaceChildren(...sheets.map((sheet, i) => {
     const line = element("p", "line"), [best] = sheet.now ?? [], before = sheet.hide.size && best ? sheet.before?.get(best.index) : undefined;
     if (sheets.length > 1) line.append(element("b", "letter", "AB"[i]));
-    if (!model.num_classes) line.append(element("span", "best", sheet.kept === null ? "Features" : `${sheet.kept.toFixed(3)} alike`));
+    if (!model.num_classes) line.append(element("span", "best", sheet.kept === null ? "Features" : `Cosine ${sheet.kept.toFixed(3)}`));
     if (!best) return line;
     line.append(named("span", "best", best.label), element("span", "share", percent(best.score)));
     if (before !== undefined) {
@@ -35,7 +35,7 @@ export function drawVerdict(root, sheets, model) {
   }));
 }
 
-/** Keeps one block for each image on the table. */
+/** One block of predictions per image. */
 export class Predictions {
   constructor(root) { this.root = root; this.blocks = []; }
 
@@ -73,7 +73,7 @@ class Block {
     this.label.title = best?.label ?? "";
     this.score.textContent = best ? percent(best.score) : "";
     this.draw(sheet, letter ? FEW : MANY);
-    this.note.textContent = sheet.hide.size ? "Ticks: the scores with nothing hidden." : best && !letter ? known(model) : "";
+    this.note.textContent = sheet.hide.size ? "Ticks: scores with no patch hidden." : best && !letter ? known(model) : "";
   }
 
   draw(sheet, count) {
@@ -110,22 +110,22 @@ class Block {
     return row;
   }
 
-  /** A model without classes: how alike its features are. */
+  /** A model without classes: the cosine similarity of its features. */
   features(sheet, letter, first) {
     const pair = letter === "B" && first.embedding && sheet.embedding;
     const alike = pair ? cosine(first.embedding, sheet.embedding) : sheet.kept;
-    this.label.textContent = alike === null ? "Features" : `${alike.toFixed(3)} alike`;
+    this.label.textContent = alike === null ? "Features" : `Cosine ${alike.toFixed(3)}`;
     this.score.textContent = "";
-    const whole = "This model has no classes: it gives features. Hide patches, or compare two images, to see how they change.";
-    this.note.textContent = sheet.wholeOnly && sheet.hide.size ? "This server gives features of whole images only." : alike === null ? whole : `The cosine between the features of ${pair ? "both images" : "the image with and without what is hidden"}.`;
+    const whole = "This model has no classification head: it outputs features. Hide patches or compare two images to see how they change.";
+    this.note.textContent = sheet.wholeOnly && sheet.hide.size ? "This server computes features of whole images only." : alike === null ? whole : `Cosine similarity of the features ${pair ? "of both images" : "with and without the hidden patches"}.`;
   }
 }
 
-/** What the bars are a choice of; a model of few classes names them, for it knows nothing else. */
+/** The note below the bars: the number of classes, with their names if there are at most 12. */
 function known({ num_classes, labels, multi_label }) {
-  if (multi_label) return "Each class on its own: several may be there.";
-  const names = labels && num_classes <= 12 ? ` it knows: ${labels.map((label) => short(label.split(",")[0] || tidy(label), 24)).join(", ")}` : "";
-  return `The likeliest of the ${num_classes.toLocaleString("en")} classes${names}.`;
+  if (multi_label) return "Multi-label: each class has its own probability.";
+  const names = labels && num_classes <= 12 ? `: ${labels.map((label) => short(label.split(",")[0] || tidy(label), 24)).join(", ")}` : "";
+  return `Most likely of the ${num_classes.toLocaleString("en")} classes${names}.`;
 }
 
 /** One sentence for a screen reader. */

@@ -1,4 +1,4 @@
-// Asking the server: says when it is slow, waits when it is busy, and asks again when it has been away.
+// Requests to the server: reports slow ones, waits while it is busy, retries while it is unreachable.
 
 const WAITS = [400, 800, 1600, 3000, 5000];  // milliseconds between attempts
 const AGAIN = [429, 502, 503, 504];  // of the server or of a proxy before it: the page itself sets no deadline
@@ -24,8 +24,8 @@ let ticking = 0;
 export function listen(given) { Object.assign(listeners, given); }
 export function tryNow() { for (const wake of waiting) wake(); }
 
-/** JSON (or bytes) from the server, however long it is away; `what` is told to the person when it takes long.
- *  `partial` gets results that come before the answer, and returns how far that is: { done, total }. */
+/** JSON (or a blob) from the server, retried while it is unreachable; `what` is displayed if it takes long.
+ *  `partial` receives partial results and returns the progress: { done, total }. */
 export async function ask(path, { body, what = "", signal, as = "json", partial } = {}) {
   const mine = Symbol(what), entry = { what, since: performance.now(), progress: null };
   const hear = partial && ((found) => { entry.progress = partial(found); });
@@ -126,7 +126,7 @@ function tick() {
   }, 150);
 }
 
-/** The same work for the latest wish only: what was begun for an earlier one is called off. */
+/** Runs `work` for the latest call only: earlier calls are aborted. */
 export function latest(work, wait = 0) {
   let control = null, timer = 0;
   return {

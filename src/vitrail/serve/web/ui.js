@@ -1,9 +1,9 @@
-// Small things that speak: the banner, the quiet line, groups of buttons of which one is chosen.
+// Shared interface elements: the banner, the status line, segmented buttons.
 
 const $ = (id) => document.getElementById(id);
 let fading = 0;
 
-/** A sentence in the header, over nothing that one might want to press; after `ms` it goes, with 0 it stays. `act` names a button, `count` is not read aloud. */
+/** Shows a message in the header for `ms` milliseconds (0: until closed). `act` labels a button; `count` is hidden from screen readers. */
 export function banner(text, ms = 0, act = "", count = "") {
   clearTimeout(fading);
   if ($("banner-text").textContent !== text) $("banner-text").textContent = text;
@@ -25,7 +25,7 @@ export function onBanner(act) {
   $("banner-close").onclick = hideBanner;
 }
 
-/** The quiet line on the image; `count` is not read aloud. `part`, from 0 to 1, is how much is done. */
+/** Sets the status line on the image. `count` is hidden from screen readers; `part` is the progress, 0 to 1. */
 export function say(text, count = "", part = null) {
   if ($("doing").textContent !== text) $("doing").textContent = text;
   if ($("doing-count").textContent !== count) $("doing-count").textContent = count;
@@ -34,7 +34,7 @@ export function say(text, count = "", part = null) {
   if (part !== null) $("pill").style.setProperty("--part", part);
 }
 
-/** Buttons of which one is chosen; `options` are [value, text, what it is], or null where they stand in the page. */
+/** Buttons of which one is selected; `options` are [value, text, tooltip], or null if the buttons are in the HTML. */
 export function segments(root, options, chosen, choose, key = "value") {
   const signature = JSON.stringify(options);
   if (options && root.dataset.made !== signature) {
