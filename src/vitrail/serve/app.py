@@ -134,7 +134,7 @@ class Service:
                 raise deadline_error()
             disconnected = asyncio.ensure_future(_wait_for_disconnect(request))
             try:
-                answer = await handler(body, parameters, deadline, disconnected)
+                result = await handler(body, parameters, deadline, disconnected)
             finally:
                 disconnected.cancel()
         except ClientDisconnected:
@@ -146,7 +146,7 @@ class Service:
             ) from None
         finally:
             lease.release()
-        return JSONResponse({**answer, "ms": round(1000 * (time.monotonic() - start), 2)})
+        return JSONResponse({**result, "ms": round(1000 * (time.monotonic() - start), 2)})
 
     async def _read_body(self, request: Request, deadline: float | None, lease: Lease) -> RequestBody:
         """Read the body. After an error the rest is received for a moment, so that the client reads the response."""
@@ -229,7 +229,7 @@ class Service:
         if len(body.images) > 1:
             raise RequestError(400, "single_image_only", f"got {len(body.images)} images, expected 1.")
         self.image_decoder.check_patches(parameters.hide)
-        found = await self.batcher.explain(
+        result = await self.batcher.explain(
             body.images[0],
             body.client,
             self.explainer.preprocess_steps,
@@ -237,7 +237,7 @@ class Service:
             deadline,
             disconnected,
         )
-        return {"model": self.served.name, **found}
+        return {"model": self.served.name, **result}
 
     async def _explain(
         self,
@@ -258,8 +258,8 @@ class Service:
         )
         self.explainer.check(explain_request)
         steps = partial(self.explainer.steps, request=explain_request)
-        answer = await self.batcher.explain(body.images[0], body.client, steps, None, deadline, disconnected, progress)
-        return {"model": self.served.name, **answer}
+        result = await self.batcher.explain(body.images[0], body.client, steps, None, deadline, disconnected, progress)
+        return {"model": self.served.name, **result}
 
 
 async def _wait_for_disconnect(request: Request) -> None:
@@ -321,11 +321,11 @@ def _add_routes(app: FastAPI, service: Service, requires_token: bool, checks_hos
         ("/v1/explain", service.explain, schema.ExplainResponse, schema.ExplainParameters, False, (501,)),
         ("/v1/preprocess", service.preprocess, schema.PreprocessResponse, schema.HideParameters, False, ()),
     ]
-    for path, route, answer, parameters, multiple_images, errors in post_routes:
-        refusals = schema.error_responses(400, *access_errors, 403, 408, 413, 415, 429, 431, *errors, 503, 504)
+    for path, route, response_type, parameters, multiple_images, errors in post_routes:
+        failures = schema.error_responses(400, *access_errors, 403, 408, 413, 415, 429, 431, *errors, 503, 504)
         extra = schema.post_operation(parameters, multiple_images, service.description)
-        found = {"model": answer, **(schema.NDJSON_RESPONSE if path == "/v1/explain" else {})}
-        app.post(path, responses={200: found, **refusals}, response_model=None, openapi_extra=extra)(route)
+        success = {"model": response_type, **(schema.NDJSON_RESPONSE if path == "/v1/explain" else {})}
+        app.post(path, responses={200: success, **failures}, response_model=None, openapi_extra=extra)(route)
     get_routes: list[tuple[str, Any, Any, tuple[int, ...]]] = [
         ("/v1/model", service.model, schema.ModelResponse, access_errors),
         ("/v1/positions", service.positions, schema.PositionsResponse, (*access_errors, 404)),
@@ -333,8 +333,10 @@ def _add_routes(app: FastAPI, service: Service, requires_token: bool, checks_hos
         ("/healthz", service.health, schema.HealthResponse, (421,) * checks_host),
         ("/readyz", service.ready, schema.ReadyResponse, (*(421,) * checks_host, 503)),
     ]
-    for path, route, answer, errors in get_routes:
-        app.get(path, responses={200: {"model": answer}, **schema.error_responses(*errors)}, response_model=None)(route)
+    for path, route, response_type, errors in get_routes:
+        app.get(
+            path, responses={200: {"model": response_type}, **schema.error_responses(*errors)}, response_model=None
+        )(route)
     text: dict[int | str, Any] = {
         200: {
             "content": {"text/plain": {"schema": {"type": "string"}}},

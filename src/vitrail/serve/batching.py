@@ -216,8 +216,8 @@ class Batcher:
         assert pending.future is not None
         alarm = None
         if pending.deadline is not None:
-            left = pending.deadline - time.monotonic()
-            alarm = self._loop.call_later(max(left, 0), _fail, pending, deadline_error())
+            remaining = pending.deadline - time.monotonic()
+            alarm = self._loop.call_later(max(remaining, 0), _fail, pending, deadline_error())
         if disconnected is not None:
             disconnected.add_done_callback(lambda _: _fail(pending, ClientDisconnected()))
         try:
@@ -298,10 +298,10 @@ class Batcher:
             if self._can_explain() and not (explained_last and self._image_queue.has_item(self._blocked_clients())):
                 self._running_steps += 1
                 return self._explain_queue.get()
-            patience = time.monotonic() + self.config.batch_delay
+            deadline = time.monotonic() + self.config.batch_delay
             while len(self._image_queue) < self._max_batch_size() and self.decode_pool.small_pending:
-                left = patience - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or not self._changed.wait(remaining):
                     break
             return self._take_batch()
 
@@ -319,10 +319,10 @@ class Batcher:
     def _take_batch(self) -> list[BatchItem]:
         """Take a batch of images that need the same output from the queue, skipping expired requests."""
         batch: list[BatchItem] = []
-        most, blocked = self._max_batch_size(), self._blocked_clients()
-        while len(batch) < most:
+        max_size, blocked = self._max_batch_size(), self._blocked_clients()
+        while len(batch) < max_size:
             item = self._image_queue.get(
-                None if not batch else lambda one: one[0].output == batch[0][0].output, blocked
+                None if not batch else lambda item: item[0].output == batch[0][0].output, blocked
             )
             if item is None:
                 break

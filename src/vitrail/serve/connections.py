@@ -66,13 +66,15 @@ class LimitedProtocol(asyncio.Protocol):
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
         self._start_header_timer()
         self.client_key = client_key({"client": self.client})
-        most, share = self.limits.max_connections, default_client_limit(self.limits.max_connections)
-        own = [one for one in self.connections if one.client_key == self.client_key]
-        if len(own) > share:  # independent of other clients
-            what = f"{len(own) - 1:,} connections are open for your address, at most {share:,} are allowed"
-            self._evict_idle(own, 429, what)
-        elif len(self.connections) > most:
-            self._evict_idle(self.connections, 503, f"{most:,} connections are open already")
+        max_connections, client_limit = self.limits.max_connections, default_client_limit(self.limits.max_connections)
+        same_client = [connection for connection in self.connections if connection.client_key == self.client_key]
+        if len(same_client) > client_limit:  # independent of other clients
+            what = (
+                f"{len(same_client) - 1:,} connections are open for your address, at most {client_limit:,} are allowed"
+            )
+            self._evict_idle(same_client, 429, what)
+        elif len(self.connections) > max_connections:
+            self._evict_idle(self.connections, 503, f"{max_connections:,} connections are open already")
 
     def data_received(self, data: bytes) -> None:
         before, self.received_data = self.cycle, True
@@ -178,9 +180,13 @@ class LimitedProtocol(asyncio.Protocol):
 
     def _evict_idle(self, connections: Iterable[Any], status: int, what: str) -> None:
         """Close the connection that has been idle longest; if none is idle, reject this one."""
-        others = [one for one in connections if one is not self and one.idle and not one.transport.is_closing()]
-        if others:
-            min(others, key=lambda one: one.idle_since).transport.abort()
+        idle = [
+            connection
+            for connection in connections
+            if connection is not self and connection.idle and not connection.transport.is_closing()
+        ]
+        if idle:
+            min(idle, key=lambda connection: connection.idle_since).transport.abort()
             return
         self._refuse(RequestError(status, "too_many_connections", f"{what}; try again in 1 s.", {"Retry-After": "1"}))
         self.transport.close()

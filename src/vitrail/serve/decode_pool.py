@@ -106,9 +106,9 @@ class DecodePool:
         while (job := self._large_jobs.get()) is not None:
             request, index = job
             assert index is not None
-            found = self._try_decode(request, index, partial(self._decode_in_process, process, request))
+            result = self._try_decode(request, index, partial(self._decode_in_process, process, request))
             self._large_jobs.done(request)
-            self.deliver(request, index, *found)
+            self.deliver(request, index, *result)
         process.close()
 
     def _decode_in_process(
@@ -170,9 +170,9 @@ class DecodePool:
             self.deliver(request, index, None, error)
 
     def _decode_in_thread(self, request: DecodeRequest, index: int) -> None:
-        found = self._try_decode(request, index, self.decoder.decode)
+        result = self._try_decode(request, index, self.decoder.decode)
         self._add_small_pending(-1)  # before delivery: a batch waits only while this is above 0
-        self.deliver(request, index, *found)
+        self.deliver(request, index, *result)
 
     def _try_decode(
         self, request: DecodeRequest, index: int, decode: Callable[[InspectedImage], Pixels | None]
@@ -214,10 +214,10 @@ class _JobQueue:
         """Wait for the next job; None if the queue is closed."""
         with self._ready:
             while not self._closed:
-                found = self._queue.get(blocked=self._contention.blocked_clients(self._busy, self.threads))
-                if found is not None:
-                    self._busy[found[0].client] += 1
-                    return found
+                job = self._queue.get(blocked=self._contention.blocked_clients(self._busy, self.threads))
+                if job is not None:
+                    self._busy[job[0].client] += 1
+                    return job
                 self._ready.wait(0.1 if self._queue else None)
         return None
 

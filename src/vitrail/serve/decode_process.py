@@ -58,13 +58,13 @@ class DecodeProcess:
                 if not is_needed():
                     self.close()
                     return None
-            answer = pipe.recv()
+            result = pipe.recv()
         except (EOFError, OSError):
             raise self._crash_error() from None
-        if isinstance(answer, Exception):
-            raise answer
-        found: Pixels = answer
-        return found
+        if isinstance(result, Exception):
+            raise result
+        pixels: Pixels = result
+        return pixels
 
     def close(self) -> int | None:
         """Kill the process; returns its exit code if known."""
@@ -77,10 +77,10 @@ class DecodeProcess:
         if self._pipe is not None and not self._pipe.poll():  # readable if the process has died
             return self._pipe
         self.close()
-        pipe, other = Pipe()
+        pipe, child_pipe = Pipe()
         try:
-            with other:
-                self._pid = fork_server.fork(other)
+            with child_pipe:
+                self._pid = fork_server.fork(child_pipe)
             pipe.send((self.config, self.limits, self.seconds))
         except OSError as error:
             pipe.close()
@@ -114,22 +114,22 @@ def run_decoder(pipe: Connection) -> None:
             return
         signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF then kills the process
         try:
-            answer: Any = decoder.decode_bytes(data)
+            result: Any = decoder.decode_bytes(data)
         except RequestError as error:
-            answer = error
+            result = error
         except MemoryError:
-            answer = RequestError(
+            result = RequestError(
                 400, "image_unreadable", "the image cannot be read: decoding it takes too much memory."
             )
         except Exception as error:
             log.exception("decoding failed")
-            answer = RuntimeError(f"decoding failed: {type(error).__name__}")
+            result = RuntimeError(f"decoding failed: {type(error).__name__}")
         signal.setitimer(signal.ITIMER_PROF, 0)
         try:
-            pipe.send(answer)
+            pipe.send(result)
         except OSError:
             return
-        del data, answer
+        del data, result
 
 
 def limit_memory(more: int) -> None:

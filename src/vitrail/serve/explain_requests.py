@@ -93,15 +93,15 @@ class Explainer:
                 raise RequestError(400, "invalid_parameter", "this model has no classes, so target cannot be set.")
             class_index(model, request.target)
 
-    def steps(self, whole: npt.NDArray[Any], request: ExplainRequest) -> Generator[Any, None, dict[str, Any]]:
+    def steps(self, pixels: npt.NDArray[Any], request: ExplainRequest) -> Generator[Any, None, dict[str, Any]]:
         """H W C -> the response; yields None, or {method: a partial map}."""
         model = self.model
-        seen = self.decoder.hide_patches(whole, request.hide, request.fill) if request.hide else whole
-        images = model_input(model, seen[None])
+        visible = self.decoder.hide_patches(pixels, request.hide, request.fill) if request.hide else pixels
+        images = model_input(model, visible[None])
         layers = self._selected_layers(request)
-        answer: dict[str, Any] = {"attention": [], "attention_distance": [], "uniform_attention_distance": None}
+        attention: dict[str, Any] = {"attention": [], "attention_distance": [], "uniform_attention_distance": None}
         if isinstance(model.net, ViT):
-            logits = yield from _collect_attention(model.net, images, layers, answer)
+            logits = yield from _collect_attention(model.net, images, layers, attention)
         else:
             with torch.no_grad(), eval_mode(model.net):
                 logits = model.net(images)
@@ -116,10 +116,10 @@ class Explainer:
         for method in self.served.explain_methods[:1] if request.methods is None else request.methods:
             target_index = torch.tensor([target["index"] if target else 0], device=model.device)
             if method == "occlusion":
-                found = yield from occlusion_steps(model.net, images, target_index, model.info.multi_label)
+                relevance = yield from occlusion_steps(model.net, images, target_index, model.info.multi_label)
             else:
-                found = METHODS[method](model.net, images, target_index, model.info.multi_label)[0]
-            maps[method] = encode_map(found.float().cpu().numpy())
+                relevance = METHODS[method](model.net, images, target_index, model.info.multi_label)[0]
+            maps[method] = encode_map(relevance.float().cpu().numpy())
             yield
         rows, columns = self.served.grid
         return {
@@ -127,10 +127,10 @@ class Explainer:
             "prefix_tokens": list(self.served.prefix_tokens),
             "predictions": predictions,
             "target": target,
-            "image": encode_image(whole),
+            "image": encode_image(pixels),
             "maps": maps,
             "layers": [layer + 1 for layer in layers],
-            **answer,
+            **attention,
         }
 
     def preprocess_steps(self, pixels: npt.NDArray[Any]) -> Generator[None, None, dict[str, Any]]:

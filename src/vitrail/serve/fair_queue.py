@@ -32,8 +32,8 @@ class ContentionTracker:
 
     def record(self, client: str) -> None:
         """Record the arrival of an image."""
-        (other, then), now = self._newest, self._clock()
-        if client != other and now < then + CONTENTION_WINDOW_S:
+        (last_client, last_time), now = self._newest, self._clock()
+        if client != last_client and now < last_time + CONTENTION_WINDOW_S:
             self._contended_at = now
         self._newest = (client, now)
 
@@ -78,13 +78,13 @@ class FairQueue(Generic[Item]):
             skipped = []
             while items and matches is not None and not matches(items[0][2]):
                 skipped.append(heapq.heappop(items))
-            found = heapq.heappop(items) if items else None
-            for one in skipped:
-                heapq.heappush(items, one)
-            if found is not None:
+            entry = heapq.heappop(items) if items else None
+            for skipped_entry in skipped:
+                heapq.heappush(items, skipped_entry)
+            if entry is not None:
                 self._length -= 1
                 self._clients.move_to_end(client)
                 if not items:
                     del self._clients[client]
-                return found[2]
+                return entry[2]
         return None

@@ -43,15 +43,15 @@ class ForkServer:
         with self._lock:
             for last in (False, True):
                 try:
-                    found = self._request(FORK_REQUEST, [pipe.fileno()])
+                    pid = self._request(FORK_REQUEST, [pipe.fileno()])
                     break
                 except OSError:  # the server died, or cannot be started
                     self._close()
                     if last:
                         raise
-        if found < 0:
-            raise OSError(-found, os.strerror(-found))
-        return found
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        return pid
 
     def kill(self, pid: int) -> int | None:
         """Kill a forked process if it still runs; returns its exit code (negative signal number), if known."""
@@ -72,10 +72,10 @@ class ForkServer:
     def _request(self, number: int, descriptors: list[int] | None = None) -> int:
         control = self._control or self._start()
         socket.send_fds(control, [INT64.pack(number)], descriptors or [])
-        answer = control.recv(INT64.size)
-        if len(answer) < INT64.size:
+        reply = control.recv(INT64.size)
+        if len(reply) < INT64.size:
             raise ConnectionResetError("the fork server has exited")
-        return int(INT64.unpack(answer)[0])
+        return int(INT64.unpack(reply)[0])
 
     def _start(self) -> socket.socket:
         control, other = socket.socketpair()
@@ -121,12 +121,12 @@ def main(descriptor: int) -> None:
             if len(message) < INT64.size:
                 break
             if descriptors:
-                answer = _fork_child(control, descriptors[0], run_decoder)
-                if answer > 0:
-                    children.add(answer)
+                reply = _fork_child(control, descriptors[0], run_decoder)
+                if reply > 0:
+                    children.add(reply)
             else:
-                answer = _kill_child(INT64.unpack(message)[0], children)
-            control.sendall(INT64.pack(answer))
+                reply = _kill_child(INT64.unpack(message)[0], children)
+            control.sendall(INT64.pack(reply))
     for pid in children:
         os.kill(pid, signal.SIGKILL)
 

@@ -82,7 +82,7 @@ class ImageDecoder:
         """Decode and resize an inspected image: H W C pixels, 0 to 255."""
         source = self._read_header(opened.data)[0] if opened.source is None else opened.source
         try:
-            found = self.preprocess.pixels(source)
+            pixels = self.preprocess.pixels(source)
         except ImageError as error:
             raise RequestError(
                 400, "image_unreadable", public_message(error, "the image cannot be read: it is damaged.")
@@ -91,7 +91,7 @@ class ImageDecoder:
             raise self._too_large() from None
         if opened.pixels >= TRIM_PIXELS:
             trim_malloc()
-        return found
+        return pixels
 
     def hide_patches(self, pixels: Pixels, hide: Sequence[int], fill: Fill) -> Pixels:
         """Replace the patches `hide` according to `fill`; H W C."""
@@ -119,9 +119,9 @@ class ImageDecoder:
 
     def _read_header(self, data: bytes) -> tuple[bytes | Image.Image, int, int]:
         """Source to decode, number of pixels, and cost."""
-        found = jpeg.parse_header(data)
-        if found is not None:
-            pixels, passes = self._check_size(data, found.width, found.height)
+        header = jpeg.parse_header(data)
+        if header is not None:
+            pixels, passes = self._check_size(data, header.width, header.height)
             return data, pixels, pixels * passes
         image = self._open_with_pillow(data)
         pixels, passes = self._check_size(data, *image.size)
@@ -185,11 +185,11 @@ def _available_formats() -> tuple[str, ...]:
 
 def _decode_base64(text: str) -> bytes:
     """Decode base64 text, with or without a `data:image/png;base64,` prefix."""
-    head, comma, rest = text.partition(",") if text.startswith("data:") else ("", "", text)
+    head, comma, encoded = text.partition(",") if text.startswith("data:") else ("", "", text)
     try:
         if comma and not head.endswith(";base64"):
             raise ValueError
-        return base64.b64decode(rest, validate=True)
+        return base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError):
         raise RequestError(
             400, "not_base64", "the image is not valid base64; expected the bytes of the file in base64."

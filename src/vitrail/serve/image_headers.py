@@ -38,10 +38,10 @@ def is_quick_header(data: bytes) -> bool:
 def _is_quick_jpeg(data: bytes) -> bool:
     at, exif = 2, 0
     for _ in range(MAX_SEGMENTS):
-        found = MARKER.search(data, at, at + MAX_PADDING)
-        if found is None:
+        match = MARKER.search(data, at, at + MAX_PADDING)
+        if match is None:
             return data[at : at + 1] != b"\xff"  # no marker follows: the header ends here
-        at, marker = found.end(), data[found.end() - 1]
+        at, marker = match.end(), data[match.end() - 1]
         if marker == START_OF_SCAN:
             return True
         if marker not in STANDALONE:
@@ -91,8 +91,8 @@ def count_scans(data: bytes, most: int) -> int:
     if data.count(b"\xff\xda") <= min(most, USUAL_SCANS):  # an upper bound, which is enough here
         return 0
     at, count = 2, 0
-    while count <= most and (found := MARKER.search(data, at)) is not None:
-        at, marker = found.end(), data[found.end() - 1]
+    while count <= most and (match := MARKER.search(data, at)) is not None:
+        at, marker = match.end(), data[match.end() - 1]
         if marker == END_OF_IMAGE:
             break
         if marker not in STANDALONE:  # all other segments have a length field

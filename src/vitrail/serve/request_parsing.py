@@ -87,12 +87,12 @@ async def read_body(request: Request, limits: Limits, lease: Lease, deadline: fl
     supported = ("multipart/form-data", "application/json", "application/octet-stream", *UNDECLARED_TYPES)
     if content_type not in supported and not _is_image_type(content_type):
         raise _unsupported_type(content_type)
-    left = limits.body_timeout if deadline is None else max(deadline - time.monotonic(), 0)
+    remaining = limits.body_timeout if deadline is None else max(deadline - time.monotonic(), 0)
     try:
-        async with asyncio.timeout(min(limits.body_timeout, left)):
+        async with asyncio.timeout(min(limits.body_timeout, remaining)):
             body = await _parse(content_type, request, limits, lease)
     except TimeoutError:
-        if left < limits.body_timeout:
+        if remaining < limits.body_timeout:
             problem = deadline_error()
             problem.headers["Connection"] = "close"
             raise problem from None
@@ -113,8 +113,8 @@ async def _parse(content_type: str, request: Request, limits: Limits, lease: Lea
     elif content_type == "application/json":
         body = _body_from_json(b"".join([chunk async for chunk in chunks]))
     else:
-        whole = await _read_image(content_type, chunks)
-        body = RequestBody([whole] if whole else [])
+        image = await _read_image(content_type, chunks)
+        body = RequestBody([image] if image else [])
     body.parameters = (
         _parse_parameters(request.query_params.multi_items()) | body.parameters
     )  # the body takes precedence
@@ -123,16 +123,16 @@ async def _parse(content_type: str, request: Request, limits: Limits, lease: Lea
 
 async def _read_image(content_type: str, chunks: Chunks) -> bytes:
     """Read a body that is one image. If the content type is not set, check the first bytes."""
-    found, unsure = bytearray(), content_type in UNDECLARED_TYPES
+    data, unchecked = bytearray(), content_type in UNDECLARED_TYPES
     async for chunk in chunks:
-        found += chunk
-        if unsure and len(found) >= 16:
-            unsure = False
-            if not IMAGE_SIGNATURE.match(found):
+        data += chunk
+        if unchecked and len(data) >= 16:
+            unchecked = False
+            if not IMAGE_SIGNATURE.match(data):
                 raise _unsupported_type(content_type)
-    if unsure:
+    if unchecked:
         raise _unsupported_type(content_type)
-    return bytes(found)
+    return bytes(data)
 
 
 async def _receive_chunks(request: Request, limits: Limits, lease: Lease) -> Chunks:
@@ -188,16 +188,16 @@ async def _parse_form(headers: Headers, chunks: Chunks, limits: Limits) -> Reque
 async def _limit_parts(headers: Headers, chunks: Chunks, most: int) -> Chunks:
     """Pass chunks on; raise RequestError if there are too many part boundaries, which are expensive to parse."""
     _, options = parse_options_header(headers["content-type"])
-    edge, found = b"\r\n--" + options.get(b"boundary", b""), 0
+    boundary, count = b"\r\n--" + options.get(b"boundary", b""), 0
     async for chunk in chunks:
-        found += chunk.count(edge)
-        if found > most:
+        count += chunk.count(boundary)
+        if count > most:
             raise RequestError(400, "bad_form", "the form cannot be read: it has too many parts.")
         yield chunk
 
 
-def _body_from_form(form: FormData, whole: bool) -> RequestBody:
-    if not whole:
+def _body_from_form(form: FormData, complete: bool) -> RequestBody:
+    if not complete:
         raise RequestError(400, "bad_form", "the form cannot be read: its end is missing.")
     body, fields = RequestBody(), []
     for name, value in form.multi_items():
@@ -223,14 +223,14 @@ def _body_from_json(data: bytes) -> RequestBody:
         raise RequestError(400, "bad_json", 'expected a JSON object such as {"images": ["<base64>"]}.')
     if "image" in values and "images" in values:
         raise RequestError(400, "bad_json", "got both image and images, expected one of them.")
-    found = [values.pop("image")] if "image" in values else values.pop("images", [])
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+    images = [values.pop("image")] if "image" in values else values.pop("images", [])
+    if not isinstance(images, list) or not all(isinstance(text, str) for text in images):
         raise RequestError(400, "bad_json", "images must be a list of base64 strings.")
-    for number, text in enumerate(found):
+    for number, text in enumerate(images):
         if URL_PATTERN.match(text):
             message = "this is a URL, and URLs are never opened; send the image itself, as base64."
-            raise RequestError(400, "not_base64", message).for_image(number, len(found))
-    return RequestBody(found, values)
+            raise RequestError(400, "not_base64", message).for_image(number, len(images))
+    return RequestBody(images, values)
 
 
 def _check_value_count(count: int) -> None:
@@ -250,14 +250,14 @@ def read_deadline(request: Request, now: float) -> float | None:
     return now + int(text) / 1000
 
 
-def _parse_parameters(given: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def _parse_parameters(items: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Parameters of a form or query string: text, numbers, and lists of them."""
-    found: dict[str, list[Any]] = {}
-    _check_value_count(sum(text.count(",") + text.count("[") + text.count("{") for _, text in given))
-    for name, text in given:
-        found.setdefault(name, []).append(_parse_parameter(name, text))
+    entries_by_name: dict[str, list[Any]] = {}
+    _check_value_count(sum(text.count(",") + text.count("[") + text.count("{") for _, text in items))
+    for name, text in items:
+        entries_by_name.setdefault(name, []).append(_parse_parameter(name, text))
     values = {}
-    for name, entries in found.items():
+    for name, entries in entries_by_name.items():
         if name in LIST_PARAMETERS and not (len(entries) == 1 and isinstance(entries[0], list)):
             values[name] = entries
         elif len(entries) > 1:
@@ -281,7 +281,7 @@ def _parse_parameter(name: str, text: str) -> Any:
 
 def _check_content_encoding(coding: str) -> None:
     """Raise RequestError if the body is compressed."""
-    if {one.strip().lower() for one in coding.split(",")} - {"", "identity"}:
+    if {part.strip().lower() for part in coding.split(",")} - {"", "identity"}:
         message = f"got a body with Content-Encoding {coding[:80]!r}, expected identity; send it uncompressed."
         raise RequestError(415, "unsupported_encoding", message, {"Accept-Encoding": "identity"})
 

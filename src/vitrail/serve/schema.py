@@ -231,13 +231,13 @@ def validate_parameters(kind: type[Parameters], values: dict[str, Any]) -> Param
     try:
         return kind.model_validate({name: _integers(value) for name, value in values.items()})
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-    name, value = str(found["loc"][0]), found["input"]
-    if found["type"] == "extra_forbidden":
+        detail = error.errors(include_url=False)[0]
+    name, value = str(detail["loc"][0]), detail["input"]
+    if detail["type"] == "extra_forbidden":
         known = ", ".join(kind.model_fields) or "none"
         raise RequestError(400, "invalid_parameter", f"unknown parameter {name[:40]!r}, expected one of {known}.")
-    if found["type"] == "too_long":
-        most = found["ctx"]["max_length"]
+    if detail["type"] == "too_long":
+        most = detail["ctx"]["max_length"]
         raise RequestError(400, "invalid_parameter", f"{name} has {len(value):,} values, expected at most {most:,}.")
     raise RequestError(400, "invalid_parameter", f"{name}: got {_format_value(value)}, expected {EXPECTED[name]}.")
 
@@ -252,7 +252,7 @@ def _format_value(value: Any) -> str:
 
 def _integers(value: Any) -> Any:
     """Convert floats with integral values, such as 3.0, to int."""
-    return [_integer(one) for one in value] if isinstance(value, list) else _integer(value)
+    return [_integer(item) for item in value] if isinstance(value, list) else _integer(value)
 
 
 def _integer(value: Any) -> Any:
@@ -265,17 +265,17 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def constrain_to_model(properties: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """JSON schemas of parameters, restricted to the patches, layers, methods and classes of the model."""
-    found = copy.deepcopy(properties)
-    if "hide" in found:
+    adapted = copy.deepcopy(properties)
+    if "hide" in adapted:
         patches = model["grid"]["rows"] * model["grid"]["columns"]
-        found["hide"]["items"] |= {"minimum": 0, "maximum": patches - 1}
-    if "layers" in found:
+        adapted["hide"]["items"] |= {"minimum": 0, "maximum": patches - 1}
+    if "layers" in adapted:
         depth = model["depth"] if model["has_attention"] else 0
-        found["layers"]["anyOf"][0] |= {} if depth else {"maxItems": 0}
-        found["layers"]["anyOf"][0]["items"] |= {"minimum": 1, "maximum": max(depth, 1)}
-        found["methods"]["anyOf"][0] |= {} if model["methods"] else {"maxItems": 0}
-        found["methods"]["anyOf"][0]["items"] |= {"enum": model["methods"]} if model["methods"] else {}
-        number, word, nothing = found["target"]["anyOf"]
+        adapted["layers"]["anyOf"][0] |= {} if depth else {"maxItems": 0}
+        adapted["layers"]["anyOf"][0]["items"] |= {"minimum": 1, "maximum": max(depth, 1)}
+        adapted["methods"]["anyOf"][0] |= {} if model["methods"] else {"maxItems": 0}
+        adapted["methods"]["anyOf"][0]["items"] |= {"enum": model["methods"]} if model["methods"] else {}
+        number, word, nothing = adapted["target"]["anyOf"]
         names = model["labels"] or []
         types = [number | {"minimum": 0, "maximum": model["num_classes"] - 1}] if model["num_classes"] else []
         types += (
@@ -283,8 +283,8 @@ def constrain_to_model(properties: dict[str, Any], model: dict[str, Any]) -> dic
             if names and model["num_classes"]
             else []
         )
-        found["target"] |= {"anyOf": [*types, nothing], "examples": [0] if types else [None]}
-    return found
+        adapted["target"] |= {"anyOf": [*types, nothing], "examples": [0] if types else [None]}
+    return adapted
 
 
 def post_operation(values: type[BaseModel], multiple_images: bool, model: dict[str, Any]) -> dict[str, Any]:

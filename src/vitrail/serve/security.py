@@ -157,10 +157,10 @@ def _header_values(scope: Scope, header: bytes) -> list[bytes]:
 
 def _route_path(scope: Scope, routes: Sequence[BaseRoute]) -> str:
     """Path of the route as declared, so that clients cannot create metric labels; "other" if there is none."""
-    found: Any = scope.get("route")
-    if found is None:
-        found = next((route for route in routes if route.matches(scope)[0] is not Match.NONE), None)
-    return getattr(found, "path", "other")
+    matched: Any = scope.get("route")
+    if matched is None:
+        matched = next((route for route in routes if route.matches(scope)[0] is not Match.NONE), None)
+    return getattr(matched, "path", "other")
 
 
 def read_token(where: str) -> str:

@@ -137,10 +137,10 @@ def bind_socket(host: str, port: int) -> socket.socket:
     """Bind a socket, before anything slow happens."""
     with contextlib.ExitStack() as closing:
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            sock = closing.enter_context(socket.socket(found[0][0], socket.SOCK_STREAM))
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            sock = closing.enter_context(socket.socket(addresses[0][0], socket.SOCK_STREAM))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(found[0][4])
+            sock.bind(addresses[0][4])
         except (OSError, UnicodeError) as error:
             reason = (getattr(error, "strerror", None) or str(error)).lower()
             raise ConfigError(f"cannot listen at {host} port {port}: {reason}; {_bind_advice(error)}.") from None

@@ -74,15 +74,15 @@ class Worker:
 
     def read_messages(self) -> tuple[str, str] | None:
         """Read messages from the worker; returns model name and engine description if it has just started."""
-        found = None
+        description = None
         with contextlib.suppress(EOFError, OSError):
             while self.pipe.poll():
                 kind, *words = self.pipe.recv()
                 if kind == "error":
                     self.error = words[0]
                 else:
-                    self.started, found = True, (words[0], words[1])
-        return found
+                    self.started, description = True, (words[0], words[1])
+        return description
 
     def request_stop(self) -> None:
         with contextlib.suppress(OSError):
@@ -145,9 +145,9 @@ class Supervisor:
                     self._start_worker(number)
             self._wait_for_exit()
             for worker in self.workers.values():
-                alive, found = worker.process.is_alive(), worker.read_messages()
-                if found is not None:
-                    started.append(found)
+                alive, description = worker.process.is_alive(), worker.read_messages()
+                if description is not None:
+                    started.append(description)
                 elif worker.error:
                     raise ConfigError(worker.error)
                 elif not alive and not worker.started and not self._stop_expected():
