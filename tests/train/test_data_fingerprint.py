@@ -190,7 +190,7 @@ def test_without_labels_names_of_folders_are_names_of_images(
     assert "the training images of" in caplog.text
 
 
-def test_a_teacher_with_other_weights_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_resuming_warns_if_the_teacher_has_different_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     gray = PreprocessConfig(image_size=8, mean=(0.5,), std=(0.5,))
     for depth in (1, 2):
         config = small(image_size=8, patch_size=4, channels=1, num_classes=10, depth=depth)
@@ -199,11 +199,11 @@ def test_a_teacher_with_other_weights_is_said(tmp_path: Path, caplog: pytest.Log
     interrupted(override(digits(4), ["objective=distill", f"distill.teacher={teacher}"]), tmp_path / "run", 2)
     shutil.copytree(tmp_path / "run", tmp_path / "same")
     resumed(tmp_path / "same")
-    assert "has other weights" not in caplog.text
+    assert "has different weights" not in caplog.text
     shutil.rmtree(teacher)
     (tmp_path / "2").rename(teacher)
     resumed(tmp_path / "run")
-    assert f"the teacher {teacher} has other weights than at the start of the run" in caplog.text
+    assert f"the teacher {teacher} has different weights than at the start of the run" in caplog.text
 
 
 @pytest.mark.parametrize("mixup", [0, 0.2])
