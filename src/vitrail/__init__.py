@@ -80,13 +80,12 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
     if name in _MODULE_OF:
-        found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
         package = sys.modules.get(f"vitrail.{name}")
-        if (
-            package is not None
-        ):  # a package with the function's name: its modules stay accessible, as vitrail.train.loop
-            found.__dict__.update({key: value for key, value in vars(package).items() if not key.startswith("_")})
-        return found
+        # `vitrail.train` is both a function and a package: its modules stay accessible as vitrail.train.loop.
+        if package is not None:
+            value.__dict__.update({key: member for key, member in vars(package).items() if not key.startswith("_")})
+        return value
     raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
 
 

@@ -4,14 +4,14 @@
     ├── ConfigError          an invalid setting: unknown name, wrong value, incompatible sizes
     ├── ModelError           a request that a model cannot fulfill
     ├── ImageError           data that is not an image, or an image that cannot be used
-    ├── DataError            a data set that cannot be trained or evaluated on
+    ├── DataError            a dataset that cannot be trained or evaluated on
     ├── TrainError           a run that cannot start, continue or be resumed
     ├── CheckpointError      a weights file that cannot be read or written
     │   ├── FormatError      unknown layout, unexpected or missing tensors, wrong shapes
     │   └── ConversionError  the target format cannot represent part of this model
     └── NotFoundError        no such file, model, label list or hub repository
 
-Each message is one or two sentences: what was got, what was expected, what to try. The command line
+Each message has one or two sentences: what was got, what was expected, what to try. The command line
 prints only the message; `--debug` adds the traceback.
 """
 
@@ -38,7 +38,7 @@ class ImageError(VitrailError, ValueError):
 
 
 class DataError(VitrailError, ValueError):
-    """A data set that cannot be trained or evaluated on."""
+    """A dataset that cannot be trained or evaluated on."""
 
 
 class TrainError(VitrailError):
@@ -67,5 +67,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    rest = f" and {len(known) - 8} more" if len(known) > 9 else ""
-    return f"; available: {', '.join(known[:8] if rest else known)}{rest}."
+    more = f" and {len(known) - 8} more" if len(known) > 9 else ""
+    return f"; available: {', '.join(known[:8] if more else known)}{more}."

@@ -71,7 +71,7 @@ def test_a_network_without_classes_or_with_other_classes_is_refused():
         gradient_rollout(net, image(net.config, 1), torch.tensor([0]))
     net = build(small())
     for wrong in (torch.tensor([5]), torch.tensor([-1]), torch.tensor([0, 1])):
-        with pytest.raises(ModelError, match="expected 1 class numbers from 0 to 4"):
+        with pytest.raises(ModelError, match="expected 1 class indices from 0 to 4"):
             gradient_rollout(net, image(net.config, 1), wrong)
 
 

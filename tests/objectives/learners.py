@@ -30,7 +30,7 @@ def seeds_for(count: int, step: int = 0) -> Tensor:
 
 
 def batch(count: int = 6, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images, class numbers, weights with a zero among them, sample_seeds."""
+    """Images, class indices, weights with a zero among them, sample_seeds."""
     images = torch.randn(count, options.get("channels", 3), 16, 16, dtype=dtype)
     weights = torch.ones(count)
     weights[count // 2] = 0

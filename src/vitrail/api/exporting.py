@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from vitrail.api.model import Model, Pixels, Want, load
+from vitrail.api.model import Model, OutputName, Pixels, load
 from vitrail.config import BiTConfig, DataConfig, Pair, ViTConfig
 from vitrail.data.decode import ImageLike
 from vitrail.data.preprocess import Preprocess
@@ -216,8 +216,8 @@ class EngineModel(Model):
         if self.info.task == "classify" and self.config.num_classes:
             raise self._refusal("it outputs classes, not features")
 
-    def _run(self, pixels: Sequence[Pixels], want: Want) -> Tensor:
-        if want == "pooled":
+    def _run(self, pixels: Sequence[Pixels], output: OutputName) -> Tensor:
+        if output == "pooled":
             self.check_features()
         return torch.from_numpy(self.engine.logits(np.stack(pixels)))
 
@@ -231,9 +231,9 @@ class EngineModel(Model):
             f"{self.source} is an exported model: {why}; use the checkpoint it was exported from{made_from}."
         )
 
-    def _width(self, want: Want) -> int:
+    def _width(self, output: OutputName) -> int:
         own = self.config.pooled_width if isinstance(self.config, ViTConfig) else 0
-        return self.config.num_classes or own or super()._width(want)
+        return self.config.num_classes or own or super()._width(output)
 
     def __repr__(self) -> str:
         name = self.info.origin or self.info.family

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vitrail.api.explanation import Explanation
 
 Pixels = npt.NDArray[Any]
-Want = Literal["logits", "pooled"]
+OutputName = Literal["logits", "pooled"]
 
 TRAINING_ONLY_FIELDS = {"dropout", "attention_dropout", "drop_path", "position_init_std", "head_bias_init"}
 """Config fields that affect training or initialization, but not the outputs of a loaded network."""
@@ -63,7 +63,7 @@ class Model:
     """
 
     def __init__(self, net: Net, info: ModelInfo) -> None:
-        """ModelError if the model info does not match the network: other classes, channels, sizes or conventions."""
+        """Raise ModelError if the model info does not match the network: classes, channels, sizes or conventions."""
         check_info_matches(net.config, info)
         self._net, self._info = net, info
         self.preprocess = Preprocess(info.preprocess)
@@ -176,7 +176,7 @@ class Model:
         return explain(self, image, **options)
 
     def stream(
-        self, images: Iterable[ImageLike], batch_size: int = 32, want: Want = "logits"
+        self, images: Iterable[ImageLike], batch_size: int = 32, output: OutputName = "logits"
     ) -> Iterator[Tensor | VitrailError]:
         """Yield each image's output, or the error if the image cannot be read.
 
@@ -184,12 +184,12 @@ class Model:
         """
         _check_batch(batch_size)
         pool = ThreadPoolExecutor(min(batch_size, usable_cores(), 16), thread_name_prefix="decode")
-        waiting: list[Future[Pixels | VitrailError]] = []
+        pending: list[Future[Pixels | VitrailError]] = []
         try:
             for group in chain(_groups(images, batch_size), [()]):
-                coming = [pool.submit(self._try_pixels, image) for image in group]
-                yield from self._run_prepared([future.result() for future in waiting], want)
-                waiting = coming
+                decoding = [pool.submit(self._try_pixels, image) for image in group]
+                yield from self._run_prepared([future.result() for future in pending], output)
+                pending = decoding
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -233,18 +233,18 @@ class Model:
         if to == NATIVE.name:  # stores everything
             checkpoint.write(self.net, info, path, overwrite=overwrite)
             return
-        found = convert(self.net, info, path, to=to, overwrite=overwrite, approximate=approximate)
-        warn_once(found.notes, about=str(path))
+        conversion = convert(self.net, info, path, to=to, overwrite=overwrite, approximate=approximate)
+        warn_once(conversion.notes, about=str(path))
 
-    def _outputs(self, images: ImageLike | Iterable[ImageLike], batch_size: int, want: Want) -> Tensor:
+    def _outputs(self, images: ImageLike | Iterable[ImageLike], batch_size: int, output: OutputName) -> Tensor:
         if not is_image_list(images):
-            return self._run([self.preprocess.pixels(cast(ImageLike, images))], want)
+            return self._run([self.preprocess.pixels(cast(ImageLike, images))], output)
         rows = []
-        for row in self.stream(images, batch_size, want):
+        for row in self.stream(images, batch_size, output):
             if isinstance(row, VitrailError):
                 raise row
             rows.append(row)
-        return torch.stack(rows) if rows else torch.empty(0, self._width(want))
+        return torch.stack(rows) if rows else torch.empty(0, self._width(output))
 
     def _try_pixels(self, image: ImageLike) -> Pixels | VitrailError:
         try:
@@ -252,20 +252,22 @@ class Model:
         except (ImageError, NotFoundError) as error:
             return error
 
-    def _run_prepared(self, prepared: Sequence[Pixels | VitrailError], want: Want) -> Iterator[Tensor | VitrailError]:
-        good = [p for p in prepared if not isinstance(p, VitrailError)]
-        rows = iter(self._run(good, want)) if good else iter(())
-        for one in prepared:
-            yield one if isinstance(one, VitrailError) else next(rows)
+    def _run_prepared(
+        self, prepared: Sequence[Pixels | VitrailError], output: OutputName
+    ) -> Iterator[Tensor | VitrailError]:
+        readable = [pixels for pixels in prepared if not isinstance(pixels, VitrailError)]
+        rows = iter(self._run(readable, output)) if readable else iter(())
+        for item in prepared:
+            yield item if isinstance(item, VitrailError) else next(rows)
 
     @torch.no_grad()  # not inference_mode, whose outputs cannot be used in training
-    def _run(self, pixels: Sequence[Pixels], want: Want) -> Tensor:
+    def _run(self, pixels: Sequence[Pixels], output: OutputName) -> Tensor:
         """B arrays H W C, 0 to 255 -> B outputs, on the CPU."""
         images = self._normalize(pixels)
         with eval_mode(self.net):
-            result = self.net(images) if want == "logits" else self.net.features(images, outputs=(want,)).pooled
+            result = self.net(images) if output == "logits" else self.net.features(images, outputs=(output,)).pooled
         assert isinstance(result, Tensor)
-        if want == "logits" and self.config.num_classes not in (0, result.shape[-1]):
+        if output == "logits" and self.config.num_classes not in (0, result.shape[-1]):
             raise ModelError(
                 f"the network gives {result.shape[-1]} outputs, but its config has "
                 f"num_classes={self.config.num_classes}: its "
@@ -279,33 +281,33 @@ class Model:
         self._check_bfloat16()  # the caller may have moved the network
         return self.preprocess.normalize(batch).to(self.dtype)
 
-    def _width(self, want: Want) -> int:
-        if want == "logits" and self.config.num_classes:
+    def _width(self, output: OutputName) -> int:
+        if output == "logits" and self.config.num_classes:
             return self.config.num_classes
         return self.net.config.pooled_width if isinstance(self.net, ViT) else self.net.norm.weight.shape[0]
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.net.parameters()) / 1e6
-        what = f"{self.config.num_classes} classes" if self.info.task == "classify" else "features"
+        outputs = f"{self.config.num_classes} classes" if self.info.task == "classify" else "features"
         name = self.info.origin or self.info.family
-        return f"<vitrail.Model {name}: {count:.1f} M parameters, {_format_size(self.config.image_size)}, {what}>"
+        return f"<vitrail.Model {name}: {count:.1f} M parameters, {_format_size(self.config.image_size)}, {outputs}>"
 
 
 def check_info_matches(config: ViTConfig | BiTConfig, info: ModelInfo) -> None:
     """Raise ModelError if the model info describes another network than this config."""
-    ours, theirs = ({"type": type(c).__name__, **c.to_dict()} for c in (config, info.config))
-    differ = [name for name in ours if ours[name] != theirs.get(name) and name not in TRAINING_ONLY_FIELDS]
-    if "layer_scale" in differ and None not in (ours["layer_scale"], theirs["layer_scale"]):
+    actual, described = ({"type": type(c).__name__, **c.to_dict()} for c in (config, info.config))
+    differ = [name for name in actual if actual[name] != described.get(name) and name not in TRAINING_ONLY_FIELDS]
+    if "layer_scale" in differ and None not in (actual["layer_scale"], described["layer_scale"]):
         differ.remove("layer_scale")  # only the initial value of a learned parameter
     if "type" in differ:
         differ = ["type"]
     if differ:
-        has, expected = (", ".join(f"{name}={of[name]}" for name in differ[:3]) for of in (ours, theirs))
+        got, expected = (", ".join(f"{name}={c[name]}" for name in differ[:3]) for c in (actual, described))
         also = ", preprocess=..." * bool({"image_size", "channels"} & {*differ}) + ", labels=None" * (
             "num_classes" in differ
         )
         raise ModelError(
-            f"the network has {has}, but the model info has {expected}: it describes another network. "
+            f"the network has {got}, but the model info has {expected}: it describes another network. "
             f"Load the checkpoint with these settings, or pass info.replace(config=net.config{also})."
         )
     if config.channels != info.preprocess.channels:
@@ -334,10 +336,17 @@ def load(
 
     `source` is resolved in this order: an existing file or folder; a model that ships with the package
     ("vitrail/cifar10"); a model name, which stands for one public checkpoint; a hub id.
-    `image_size` resamples the position embeddings, `channels` sums or repeats the first filters, `num_classes` sets a
-    new head of zeros, `labels` names the classes ("imagenet-1k", a file, a list), `family` states what a bare file
-    does not (DeiT, DINO, ...), `section` chooses a part of a training script's file, `dtype=None` keeps the stored
-    dtype, `check_finite=False` accepts NaN, and further keywords override config fields (activation="gelu-quick").
+
+    image_size    another image size; the position embeddings are resampled
+    channels      another number of image channels; the first filters are summed or repeated
+    num_classes   a new head of zeros with this number of classes
+    labels        class names: "imagenet-1k", a file or a list
+    family        the model family of a file without metadata: DeiT, DINO, ...
+    section       the part of a training checkpoint to read, such as "teacher"
+    dtype         None keeps the stored dtype
+    check_finite  False accepts NaN and infinite weights
+    overrides     config fields that the file does not state, such as activation="gelu-quick"
+
     A file written by `vitrail export` is run by its own engine: it predicts like any other model, but cannot be
     modified or explained.
 
@@ -350,12 +359,12 @@ def load(
         )
     size: dict[str, Any] = {"image_size": image_size, "channels": channels, "num_classes": num_classes}
     path = source.path if isinstance(source, ModelLocation) else source
-    where = None if isinstance(path, nn.Module) else Path(path).expanduser()
-    if where is not None and is_exported(where):
+    file = None if isinstance(path, nn.Module) else Path(path).expanduser()
+    if file is not None and is_exported(file):
         from vitrail.api.exporting import with_engine  # which needs this module
 
         requested = size | {"family": family, "section": section}
-        return with_engine(where, labels=labels, device=device, dtype=dtype, **requested, **overrides)
+        return with_engine(file, labels=labels, device=device, dtype=dtype, **requested, **overrides)
     target = pick_device(device)
     options: dict[str, Any] = {"family": family, "dtype": pick_dtype(dtype), "check_finite": check_finite}
     if isinstance(source, nn.Module):
@@ -367,8 +376,8 @@ def load(
         if labels is None
         else info.replace(labels=read_labels(labels, info.config.num_classes))
     )
-    if info.origin not in SHIPPED:  # nothing about those had to be assumed
-        warn_once(info.notes, about=info.origin or Path(str(where)).name)
+    if info.origin not in SHIPPED:  # nothing about a shipped model is assumed
+        warn_once(info.notes, about=info.origin or Path(str(file)).name)
     return Model(net.to(target), info)
 
 
@@ -413,8 +422,8 @@ def _check_batch(batch_size: int) -> None:
 
 
 def _groups(images: Iterable[ImageLike], size: int) -> Iterator[tuple[ImageLike, ...]]:
-    rest = iter(images)
-    while group := tuple(islice(rest, size)):
+    remaining = iter(images)
+    while group := tuple(islice(remaining, size)):
         yield group
 
 

@@ -17,7 +17,9 @@ Destination = Annotated[Path, typer.Argument(metavar="DST", help="A folder or a 
 To = Annotated[
     str,
     typer.Option(
-        "--to", metavar="FORMAT", help="vitrail, timm, huggingface, torchvision, google, big_vision or facebook."
+        "--to",
+        metavar="FORMAT",
+        help="vitrail, timm, huggingface, torchvision, open_clip, google, big_vision or facebook.",
     ),
 ]
 
@@ -35,7 +37,7 @@ def convert(
     changes: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Convert a checkpoint to another format; then read it back and compare every tensor."""
+    """Convert a checkpoint to another format, read it back and compare every tensor."""
     with err.status(f"reading {src}"):
         from vitrail.runtime import warn_once
         from vitrail.weights import checkpoint, conversion
@@ -54,10 +56,16 @@ def convert(
         info = info.replace(origin=location.origin)
     warn_once([*location.notes, *info.notes])
     with err.status(f"writing {dst} and reading it back"):
-        made = conversion.convert(net, info, dst, to=to, overwrite=overwrite, approximate=approximate)
-    warn_once(made.notes)
+        result = conversion.convert(net, info, dst, to=to, overwrite=overwrite, approximate=approximate)
+    warn_once(result.notes)
     if as_json:
-        report = {"source": src, "destination": str(dst), "format": to, "tensors": made.num_tensors, "identical": True}
-        typer.echo(json.dumps(report | {"drift": made.inexact_conventions, "lost": made.lost}))
+        report = {
+            "source": src,
+            "destination": str(dst),
+            "format": to,
+            "tensors": result.num_tensors,
+            "identical": True,
+        }
+        typer.echo(json.dumps(report | {"drift": result.inexact_conventions, "lost": result.lost}))
     else:
-        typer.echo(one_line(f"{dst}: {to} format, {made.num_tensors} tensors, identical when read back."), nl=False)
+        typer.echo(one_line(f"{dst}: {to} format, {result.num_tensors} tensors, identical when read back."), nl=False)

@@ -44,7 +44,7 @@ def check_targets(net: Net, targets: Tensor, count: int) -> None:
     if not classes:
         raise ModelError("this network has no classes, so no class score to explain; try rollout or attention.")
     if targets.shape != (count,) or bool(((targets < 0) | (targets >= classes)).any()):
-        raise ModelError(f"expected {count} class numbers from 0 to {classes - 1}, one for each image.")
+        raise ModelError(f"expected {count} class indices from 0 to {classes - 1}, one for each image.")
 
 
 @torch.no_grad()
