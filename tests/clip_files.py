@@ -1,6 +1,6 @@
-"""Files as OpenAI's CLIP and open_clip publish them, with weights drawn by name, and what their own code made of them.
+"""Files in the formats of OpenAI's CLIP and open_clip, with the outputs of the original code.
 
-`golden/open_clip_io.npz` holds names, shapes and outputs; the weights are drawn here as they were there.
+`golden/open_clip_io.npz` holds names, shapes and outputs. The weights are drawn by name, as in the script that made it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ State = dict[str, Tensor]
 
 
 def draw(name: str, shape: list[int]) -> Tensor:
-    """Numbers that depend on the name alone; NumPy keeps RandomState's streams as they are."""
+    """Random weights that depend only on the name; NumPy guarantees that RandomState's streams do not change."""
     noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(tuple(shape)).astype(np.float32)
     if len(shape) < 2:
-        drawn = 1 + 0.2 * noise if name.endswith(".weight") else 0.3 * noise
+        weights = 1 + 0.2 * noise if name.endswith(".weight") else 0.3 * noise
     elif name.endswith(("embedding", "query")):
-        drawn = 0.3 * noise
+        weights = 0.3 * noise
     else:
-        drawn = noise / np.float32(np.prod(shape[1:]) ** 0.5)
-    return torch.from_numpy(np.asarray(drawn, dtype=np.float32)).reshape(shape)
+        weights = noise / np.float32(np.prod(shape[1:]) ** 0.5)
+    return torch.from_numpy(np.asarray(weights, dtype=np.float32)).reshape(shape)
 
 
 def images(height: int, width: int) -> Tensor:
@@ -38,74 +38,74 @@ def images(height: int, width: int) -> Tensor:
 
 
 @cache
-def _recorded() -> dict[str, Any]:
-    with np.load(golden("open_clip_io.npz")) as found:
-        return dict(found)
+def _golden_values() -> dict[str, Any]:
+    with np.load(golden("open_clip_io.npz")) as file:
+        return dict(file)
 
 
-def recorded(name: str) -> Any:
-    """A value of the golden file: text as what it says in JSON, numbers as a tensor."""
-    value = _recorded()[name]
+def golden_value(name: str) -> Any:
+    """A value of the golden file: text is parsed as JSON, numbers become a tensor."""
+    value = _golden_values()[name]
     return json.loads(str(value)) if value.dtype.kind == "U" else torch.from_numpy(value)
 
 
 @cache
-def _drawn(case: str) -> State:
-    return {name: draw(name, shape) for name, shape in recorded(f"{case}.shapes").items()}
+def _random_state(case: str) -> State:
+    return {name: draw(name, shape) for name, shape in golden_value(f"{case}.shapes").items()}
 
 
-def state_of(case: str) -> State:
-    return dict(_drawn(case))
+def state_dict_of(case: str) -> State:
+    return dict(_random_state(case))
 
 
-def openai(half: bool = True) -> State:
-    """OpenAI's dictionary, as its published archive gives it: matrices in half precision, three numbers beside."""
-    state = state_of("openai")
+def openai_state_dict(half: bool = True) -> State:
+    """OpenAI's state dict as published: matrices in half precision, and three integers besides the weights."""
+    state = state_dict_of("openai")
     if half:
-        state |= {name: state[name].half() for name in recorded("openai.half")}
+        state |= {name: state[name].half() for name in golden_value("openai.half")}
     numbers = {"input_resolution": 32, "context_length": 5, "vocab_size": 11}
     return state | {name: torch.tensor(value) for name, value in numbers.items()}
 
 
-def sidecar(case: str, **preprocess: Any) -> dict[str, Any]:
-    """open_clip_config.json."""
-    return {"model_cfg": recorded(f"{case}.config"), "preprocess_cfg": preprocess}
+def open_clip_config(case: str, **preprocess: Any) -> dict[str, Any]:
+    """The content of open_clip_config.json."""
+    return {"model_cfg": golden_value(f"{case}.config"), "preprocess_cfg": preprocess}
 
 
-def repository(case: str, folder: Path, **preprocess: Any) -> Path:
-    """A folder as open_clip's push_to_hf_hub fills it."""
-    save_file(state_of(case), folder / "open_clip_model.safetensors")
-    (folder / "open_clip_config.json").write_text(json.dumps(sidecar(case, **preprocess)))
+def save_repository(case: str, folder: Path, **preprocess: Any) -> Path:
+    """Writes a folder as open_clip's push_to_hf_hub does."""
+    save_file(state_dict_of(case), folder / "open_clip_model.safetensors")
+    (folder / "open_clip_config.json").write_text(json.dumps(open_clip_config(case, **preprocess)))
     return folder
 
 
-class Branch(nn.Module):
-    """A module for each part of a dotted name; forward is only there to be compiled."""
+class Node(nn.Module):
+    """A module for each part of a dotted name; TorchScript requires a forward method."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
-class QuickGELU(Branch):
+class QuickGELU(Node):
     pass
 
 
 def as_module(state: State) -> nn.Module:
-    """The tree of modules whose state dict this is."""
-    root: nn.Module = Branch()
+    """A tree of modules with this state dict."""
+    root: nn.Module = Node()
     for name, value in state.items():
         *path, leaf = name.split(".")
-        node = root
+        module = root
         for part in path:
-            if not hasattr(node, part):
-                node.add_module(part, Branch())
-            node = getattr(node, part)
-        node.register_buffer(leaf, value)
+            if not hasattr(module, part):
+                module.add_module(part, Node())
+            module = getattr(module, part)
+        module.register_buffer(leaf, value)
     return root
 
 
-def scripted(state: State, path: Path, quick: bool = False) -> Path:
-    """A TorchScript archive with these tensors, written by torch."""
+def save_torchscript(state: State, path: Path, quick: bool = False) -> Path:
+    """Writes a TorchScript archive of these tensors with torch.jit."""
     root = as_module(state)
     if quick:
         mlp = root.get_submodule("visual.transformer.resblocks.0.mlp")

@@ -1,4 +1,4 @@
-"""Checkpoints as facebook's DeiT, DeiT-III, MAE, DINO and DINOv2 save them: their names, random weights."""
+"""Checkpoints in the formats of Facebook's DeiT, DeiT-III, MAE, DINO and DINOv2, with random weights."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ def norm(name: str, width: int = D) -> State:
     return {f"{name}.weight": 1 + draw(width), f"{name}.bias": draw(width)}
 
 
-def block(name: str, width: int = D, gated: int = 0) -> State:
-    """One block; `gated` is the width of DINOv2's SwiGLU."""
-    up, down = ("w12", "w3") if gated else ("fc1", "fc2")
-    hidden = gated or 4 * width
+def block(name: str, width: int = D, swiglu_width: int = 0) -> State:
+    """One block; `swiglu_width` is the hidden width of DINOv2's SwiGLU, 0 for an MLP."""
+    up, down = ("w12", "w3") if swiglu_width else ("fc1", "fc2")
+    hidden = swiglu_width or 4 * width
     return {
         **norm(f"{name}.norm1", width),
         **layer(f"{name}.attn.qkv", 3 * width, width),
         **layer(f"{name}.attn.proj", width, width),
         **norm(f"{name}.norm2", width),
-        **layer(f"{name}.mlp.{up}", 2 * hidden if gated else hidden, width),
+        **layer(f"{name}.mlp.{up}", 2 * hidden if swiglu_width else hidden, width),
         **layer(f"{name}.mlp.{down}", width, hidden),
     }
 
 
-def encoder(side: int = 4, patch: int = 8, placed: int = 1, **options: Any) -> State:
-    """What all of these share."""
+def encoder(side: int = 4, patch: int = 8, num_prefix_positions: int = 1, **options: Any) -> State:
+    """The tensors that all of these models share."""
     blocks = [block(f"blocks.{i}", **options) for i in range(DEPTH)]
     return {
         "cls_token": draw(1, 1, D),
-        "pos_embed": draw(1, side * side + placed, D),
+        "pos_embed": draw(1, side * side + num_prefix_positions, D),
         **layer("patch_embed.proj", D, 3, patch, patch),
-        **{name: tensor for parts in blocks for name, tensor in parts.items()},
+        **{name: tensor for tensors in blocks for name, tensor in tensors.items()},
         **norm("norm"),
     }
 
@@ -65,29 +65,34 @@ def deit() -> State:
 
 
 def deit_distilled() -> State:
-    return {**encoder(placed=2), "dist_token": draw(1, 1, D), **layer("head", 7, D), **layer("head_dist", 7, D)}
+    return {
+        **encoder(num_prefix_positions=2),
+        "dist_token": draw(1, 1, D),
+        **layer("head", 7, D),
+        **layer("head_dist", 7, D),
+    }
 
 
 def deit3() -> State:
     gammas = {f"blocks.{i}.gamma_{n}": draw(D) for i in range(DEPTH) for n in (1, 2)}
-    return {**encoder(placed=0), **gammas, **layer("head", 7, D)}
+    return {**encoder(num_prefix_positions=0), **gammas, **layer("head", 7, D)}
 
 
 def dino() -> State:
     return encoder()
 
 
-def dinov2(registers: int = 0, gated: int = 0) -> State:
+def dinov2(registers: int = 0, swiglu_width: int = 0) -> State:
     scales = {f"blocks.{i}.ls{n}.gamma": draw(D) for i in range(DEPTH) for n in (1, 2)}
     tokens = {"register_tokens": draw(1, registers, D)} if registers else {}
-    return {**encoder(side=5, patch=14, gated=gated), **scales, **tokens, "mask_token": draw(1, D)}
+    return {**encoder(side=5, patch=14, swiglu_width=swiglu_width), **scales, **tokens, "mask_token": draw(1, D)}
 
 
 def mae() -> State:
-    return {**encoder(), "pos_embed": sines(4)}
+    return {**encoder(), "pos_embed": sincos_positions(4)}
 
 
-def sines(side: int) -> Tensor:
+def sincos_positions(side: int) -> Tensor:
     """MAE's fixed positions: sines and cosines of the column and of the row, and zeros for the class token."""
     angles = torch.outer(torch.arange(side), 10000 ** -(torch.arange(D // 4) / (D // 4)))
     waves = torch.cat([angles.sin(), angles.cos()], dim=1)  # side, D / 2
@@ -95,7 +100,7 @@ def sines(side: int) -> Tensor:
     return torch.cat([torch.zeros(1, D), table])[None]
 
 
-def mae_full(width: int = 64) -> State:
+def mae_with_decoder(width: int = 64) -> State:
     return {
         **encoder(),
         "mask_token": draw(1, 1, width),
@@ -123,28 +128,28 @@ def dino_head(name: str = "head") -> State:
     }
 
 
-def under(prefix: str, state: State) -> State:
+def with_prefix(prefix: str, state: State) -> State:
     return {prefix + name: tensor for name, tensor in state.items()}
 
 
 def chunked(state: State, chunks: int = 2) -> State:
-    """As DINOv2 keeps its blocks when it trains: blocks.CHUNK.LAYER, the layers counted through."""
+    """DINOv2's names during training: blocks.CHUNK.LAYER, with layers numbered across chunks."""
     size = DEPTH // chunks
     return {re.sub(r"^blocks\.(\d+)", lambda m: f"blocks.{int(m[1]) // size}.{m[1]}", n): t for n, t in state.items()}
 
 
-def training(state: State, **args: Any) -> dict[str, Any]:
-    """As DeiT's and MAE's scripts save."""
+def training_checkpoint(state: State, **args: Any) -> dict[str, Any]:
+    """A checkpoint as the training scripts of DeiT and MAE save it."""
     optimizer = {"state": {0: {"exp_avg": draw(3)}}, "param_groups": [{"lr": 0.1}]}
     return {"model": state, "optimizer": optimizer, "epoch": 299, "scaler": {}, "args": argparse.Namespace(**args)}
 
 
-def saved(value: Any, folder: Path, name: str = "weights.pth") -> Path:
+def save(value: Any, folder: Path, name: str = "weights.pth") -> Path:
     torch.save(value, folder / name)
     return folder / name
 
 
 def read(value: Any, folder: Path, name: str = "weights.pth", **options: Any) -> tuple[ViT, ModelInfo]:
-    net, info = checkpoint.read(saved(value, folder, name), overrides={"num_heads": HEADS}, **options)
+    net, info = checkpoint.read(save(value, folder, name), overrides={"num_heads": HEADS}, **options)
     assert isinstance(net, ViT)
     return net, info

@@ -1,4 +1,4 @@
-"""timm's architectures for the recognition table: small ones with random weights."""
+"""The recognition table's cases of timm: small models with random weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODULES = (
     "vision_transformer_sam",
     "naflexvit",
 )
-CALLED = (
+UNSUPPORTED_NAMES = (
     ("aimv2", "AIMv2"),
     ("beit3", "BEiT-3"),
     ("beit", "BEiT"),
@@ -53,28 +53,30 @@ CALLED = (
     ("resnetv2", "ResNet"),
     ("test_vit3", "test_vit3"),
 )
-"""Architectures that vitrail does not build, and what a refusal must call them."""
+"""Pattern of an unsupported architecture, and the name that the error of a refusal must contain."""
 ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu-tanh", "QuickGELU": "gelu-quick", "SiLU": "swiglu"}
 FAMILIES = (("deit3", "DeiT3"), ("deit", "DeiT"), ("clip", "CLIP"), ("siglip", "SigLIP"), ("dinov2", "DINOv2"))
 
 
-def is_read(name: str) -> bool:
-    return bool(re.match(r"resnetv2_\w+_bit", name)) or not any(re.search(pattern, name) for pattern, _ in CALLED)
+def is_supported(name: str) -> bool:
+    return bool(re.match(r"resnetv2_\w+_bit", name)) or not any(
+        re.search(pattern, name) for pattern, _ in UNSUPPORTED_NAMES
+    )
 
 
 def arguments(module: str, name: str) -> dict[str, Any]:
-    """What makes it small: two blocks, narrow, and a few patches."""
+    """Arguments for a small model: two narrow blocks and a few patches."""
     if module == "resnetv2":
         return {"layers": (1, 1, 1, 1)}
     args: dict[str, Any] = {"depth": 2, "num_classes": 5}
     if module == "vision_transformer_hybrid":
-        narrower = {} if "_mci_" in name else {"embed_dim": 128, "num_heads": 2}  # whose stem has its width
-        return args | {"img_size": 64} | narrower
-    found = re.search(r"patch(\d+)", name)
-    side = int(found[1]) if found else 16
+        width_args = {} if "_mci_" in name else {"embed_dim": 128, "num_heads": 2}  # MobileCLIP's stem fixes the width
+        return args | {"img_size": 64} | width_args
+    match = re.search(r"patch(\d+)", name)
+    patch_size = int(match[1]) if match else 16
     args |= {"embed_dim": 128, "num_heads": 2}
     if module != "naflexvit":
-        args["img_size"] = 64 if module == "vision_transformer_sam" else 3 * side
+        args["img_size"] = 64 if module == "vision_transformer_sam" else 3 * patch_size
     if module == "vision_transformer_sam":
         args["global_attn_indexes"] = (1,)
     if "sapiens2" in name:
@@ -87,52 +89,55 @@ def cases() -> list[Case]:
         Case(
             group=f"timm {module}",
             name=name,
-            called=next((called for pattern, called in CALLED if re.search(pattern, name)), "never refused"),
-            make=partial(made, module, name),
+            name_pattern=next(
+                (unsupported_name for pattern, unsupported_name in UNSUPPORTED_NAMES if re.search(pattern, name)),
+                "never refused",
+            ),
+            make=partial(make_sample, module, name),
         )
         for module in MODULES
         for name in timm.list_models(module=module)
     ]
 
 
-def narrow(layers: tuple[int, ...], width_factor: int = 1, **args: Any) -> nn.Module:
-    """timm's ResNetV2 with one unit in each stage, and as few channels as its norms have groups."""
-    stages = 2 if width_factor == 3 else len(layers)  # 3 x 32 channels double with each
-    first = 32 if width_factor == 3 else 32 // width_factor
-    args |= {"stem_chs": first, "channels": tuple(first * 4 * 2**stage for stage in range(stages))}
+def narrow_resnet(layers: tuple[int, ...], width_factor: int = 1, **args: Any) -> nn.Module:
+    """timm's ResNetV2 with one unit per stage and the fewest channels that its group norms allow."""
+    stages = 2 if width_factor == 3 else len(layers)  # 3 x 32 channels, doubled at every stage
+    stem_channels = 32 if width_factor == 3 else 32 // width_factor
+    args |= {"stem_chs": stem_channels, "channels": tuple(stem_channels * 4 * 2**stage for stage in range(stages))}
     return RESNET(layers=(1,) * stages, width_factor=width_factor, **args)
 
 
-def made(module: str, name: str) -> Sample:
+def make_sample(module: str, name: str) -> Sample:
     args = arguments(module, name)
     with ExitStack() as stack:
-        if is_read(name) and module in ("resnetv2", "vision_transformer_hybrid"):
-            stack.enter_context(patch.object(sys.modules[f"timm.models.{module}"], "ResNetV2", narrow))
-            args.pop("layers", None)  # BiT's are not an argument
-        if is_read(name):
+        if is_supported(name) and module in ("resnetv2", "vision_transformer_hybrid"):
+            stack.enter_context(patch.object(sys.modules[f"timm.models.{module}"], "ResNetV2", narrow_resnet))
+            args.pop("layers", None)  # BiT's layers are not an argument
+        if is_supported(name):
             model = randomized(timm.create_model(name, **args))
-        else:  # to be refused, whatever its weights are
+        else:  # refused for any weights
             with torch.device("meta"):
                 model = timm.create_model(name, **args)
             model = model.to_empty(device="cpu").half().eval()
     size = args.get("img_size", 64)
-    stated = {} if module == "resnetv2" else args  # a BiT's shapes say it all
+    saved_args = {} if module == "resnetv2" else args  # the tensor shapes determine a BiT
 
     def save(folder: Path) -> None:
-        timm.models.save_for_hf(model, folder, model_args=stated, safe_serialization=True)
+        timm.models.save_for_hf(model, folder, model_args=saved_args, safe_serialization=True)
 
     return Sample(
         model=model,
-        answer=model,
+        forward=model,
         image_size=(size, size),
         save=save,
-        truth=truth(name, model) if is_read(name) else None,
+        options=known_options(name, model) if is_supported(name) else None,
     )
 
 
-def truth(name: str, model: nn.Module) -> dict[str, Any]:
-    """What a bare file may be asked about, read off timm's modules."""
-    family = next((family for word, family in FAMILIES if word in name), "ViT")
+def known_options(name: str, model: nn.Module) -> dict[str, Any]:
+    """Options that reading a bare file may require, taken from timm's modules."""
+    family = next((family for pattern, family in FAMILIES if pattern in name), "ViT")
     if not hasattr(model, "blocks"):
         return {"family": "BiT"}
     block: Any = model.blocks[0]  # type: ignore[index]

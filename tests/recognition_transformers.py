@@ -1,4 +1,4 @@
-"""transformers' ViT-shaped classes for the recognition table: small ones with random weights."""
+"""The recognition table's cases of transformers: small models with random weights."""
 
 from __future__ import annotations
 
@@ -9,39 +9,51 @@ from typing import Any
 from compare import randomized
 from recognition_table import Case, Sample
 from torch import Tensor
-from transformers_peers import BASE, PEERS, TOWER, VIT, WORDS, Peer, first, logits, pooled, theirs, transformers
+from transformers_peers import (
+    BASE,
+    PEERS,
+    TEXT_CONFIG,
+    VISION_CONFIG,
+    VIT,
+    Peer,
+    class_token,
+    logits,
+    peer_output,
+    pooled,
+    transformers,
+)
 
 WIDE = {"hidden_size": 128}
-"""Two heads of 64, which a bare file need not be asked about."""
+"""Two heads of width 64, which reading a bare file assumes."""
 
 
-def mean(out: Any) -> Tensor:
+def mean_token(out: Any) -> Tensor:
     return out.last_hidden_state.mean(1)
 
 
-def two(out: Any) -> Tensor:
-    """Class and distillation token, as timm and DeiT's own code put them together."""
+def mean_of_two_tokens(out: Any) -> Tensor:
+    """Mean of the class and distillation tokens, as in timm and DeiT's own code."""
     return out.last_hidden_state[:, :2].mean(1)
 
 
-READ = {name: peer for name, peer in PEERS.items() if name != "vit, tanh, no qkv bias"} | {
+SUPPORTED = {name: peer for name, peer in PEERS.items() if name != "vit, tanh, no qkv bias"} | {
     "deit": Peer("DeiTForImageClassification", "DeiTConfig", VIT, logits),
-    "deit, bare": Peer("DeiTModel", "DeiTConfig", VIT, two),
+    "deit, bare": Peer("DeiTModel", "DeiTConfig", VIT, mean_of_two_tokens),
     "msn, head": Peer("ViTMSNForImageClassification", "ViTMSNConfig", VIT, logits),
-    "ijepa": Peer("IJepaModel", "IJepaConfig", VIT, mean),
+    "ijepa": Peer("IJepaModel", "IJepaConfig", VIT, mean_token),
     "ijepa, head": Peer("IJepaForImageClassification", "IJepaConfig", VIT, logits),
     "dpt": Peer("DPTModel", "DPTConfig", VIT, pooled),
     "flava": Peer("FlavaImageModel", "FlavaImageConfig", VIT, pooled),
-    "metaclip 2": Peer("MetaClip2VisionModel", "MetaClip2VisionConfig", TOWER, pooled),
-    "chinese clip": Peer("ChineseCLIPVisionModel", "ChineseCLIPVisionConfig", TOWER, pooled),
-    "altclip": Peer("AltCLIPVisionModel", "AltCLIPVisionConfig", TOWER, pooled),
-    "clipseg": Peer("CLIPSegVisionModel", "CLIPSegVisionConfig", TOWER, pooled),
-    "git": Peer("GitVisionModel", "GitVisionConfig", TOWER, first),
-    "idefics 3": Peer("Idefics3VisionTransformer", "Idefics3VisionConfig", TOWER, mean),
+    "metaclip 2": Peer("MetaClip2VisionModel", "MetaClip2VisionConfig", VISION_CONFIG, pooled),
+    "chinese clip": Peer("ChineseCLIPVisionModel", "ChineseCLIPVisionConfig", VISION_CONFIG, pooled),
+    "altclip": Peer("AltCLIPVisionModel", "AltCLIPVisionConfig", VISION_CONFIG, pooled),
+    "clipseg": Peer("CLIPSegVisionModel", "CLIPSegVisionConfig", VISION_CONFIG, pooled),
+    "git": Peer("GitVisionModel", "GitVisionConfig", VISION_CONFIG, class_token),
+    "idefics 3": Peer("Idefics3VisionTransformer", "Idefics3VisionConfig", VISION_CONFIG, mean_token),
 }
-"""Classes whose function vitrail computes; the last ones have another model_type, which is refused by its name.
+"""Classes whose architecture vitrail supports. From "dpt" on, the model_type is another, and is refused by name.
 
-Each has its class's own activation: a bare file shows no other, and a note says which one was assumed.
+Each has its class's default activation, which reading a bare file assumes with a note.
 """
 
 SWIN: dict[str, Any] = {
@@ -53,18 +65,18 @@ SWIN: dict[str, Any] = {
     "window_size": 4,
 }
 SMALL = BASE | WIDE | {"intermediate_size": 48}
-FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
-    # class: what a refusal must call it, options of its config
+UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
+    # class: (pattern of the name in the refusal, options of the config)
     "BeitModel": ("BEiT", SMALL),
     "BeitForImageClassification": ("BEiT", SMALL | {"use_relative_position_bias": True}),
     "Data2VecVisionModel": ("Data2Vec", SMALL),
     "Data2VecVisionForImageClassification": ("Data2Vec", SMALL | {"use_shared_relative_position_bias": True}),
     "DINOv3ViTModel": ("DINOv3", SMALL | {"num_register_tokens": 4}),
     "Siglip2VisionModel": ("SigLIP 2|siglip2", SMALL),
-    "Siglip2Model": ("SigLIP 2|siglip2", {"vision_config": SMALL, "text_config": WORDS}),
-    "Siglip2ForImageClassification": ("SigLIP 2|siglip2", {"vision_config": SMALL, "text_config": WORDS}),
+    "Siglip2Model": ("SigLIP 2|siglip2", {"vision_config": SMALL, "text_config": TEXT_CONFIG}),
+    "Siglip2ForImageClassification": ("SigLIP 2|siglip2", {"vision_config": SMALL, "text_config": TEXT_CONFIG}),
     "Aimv2VisionModel": ("AIMv2", SMALL),
-    "Aimv2Model": ("AIMv2", {"vision_config": SMALL, "text_config": WORDS}),
+    "Aimv2Model": ("AIMv2", {"vision_config": SMALL, "text_config": TEXT_CONFIG}),
     "MLCDVisionModel": ("MLCD", SMALL),
     "PixioModel": ("pixio|Pixio", SMALL),
     "Tipsv2VisionModel": ("tipsv2|TIPSv2", SMALL),
@@ -107,66 +119,73 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
         {"image_size": [64, 64], "embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2]},
     ),
 }
-BESIDE = r"put its config\.json beside it"
-"""A bare file with transformers' names may also be refused for want of its config.json, which names the model."""
+NEEDS_CONFIG = r"put its config\.json beside it"
+"""A bare file may also be refused because config.json, which names the model, is missing."""
 
 
 def cases() -> list[Case]:
-    read = [
+    supported = [
         Case(
             group="transformers",
             name=name,
-            called=peer_type(peer) if list(READ).index(name) >= list(READ).index("dpt") else "never refused",
-            make=partial(made, peer),
+            name_pattern=model_type_of_peer(peer)
+            if list(SUPPORTED).index(name) >= list(SUPPORTED).index("dpt")
+            else "never refused",
+            make=partial(make_sample, peer),
         )
-        for name, peer in READ.items()
+        for name, peer in SUPPORTED.items()
     ]
-    foreign = [
+    unsupported = [
         Case(
             group="transformers",
             name=name,
-            called=f"{called}|{BESIDE}|{type_of(name)}",
-            make=partial(strange, name, options),
+            name_pattern=f"{name_pattern}|{NEEDS_CONFIG}|{model_type_message(name)}",
+            make=partial(make_unsupported_sample, name, options),
         )
-        for name, (called, options) in FOREIGN.items()
+        for name, (name_pattern, options) in UNSUPPORTED.items()
     ]
     wrappers = {"vit_tiny_patch16_224": "never refused", "vit_pe_core_tiny_patch16_384": "Perception Encoder"}
     return [
-        *read,
-        *foreign,
+        *supported,
+        *unsupported,
         *(
-            Case(group="transformers", name=f"timm_wrapper, {name}", called=called, make=partial(wrapped, name))
-            for name, called in wrappers.items()
+            Case(
+                group="transformers",
+                name=f"timm_wrapper, {name}",
+                name_pattern=name_pattern,
+                make=partial(make_wrapped_sample, name),
+            )
+            for name, name_pattern in wrappers.items()
         ),
     ]
 
 
-def peer_type(peer: Peer) -> str:
+def model_type_of_peer(peer: Peer) -> str:
     return str(getattr(transformers, peer.config).model_type)
 
 
-def type_of(name: str) -> str:
+def model_type_message(name: str) -> str:
     return f"model_type='{getattr(transformers, name).config_class.model_type}'"
 
 
-def wrapped(architecture: str) -> Sample:
-    """timm's model inside transformers' wrapper."""
+def make_wrapped_sample(architecture: str) -> Sample:
+    """A timm model in transformers' TimmWrapper."""
     args = {"img_size": 32, "embed_dim": 128, "depth": 2, "num_heads": 2}
     config = transformers.TimmWrapperConfig(architecture=architecture, model_args=args)
     model = randomized(transformers.TimmWrapperForImageClassification(config))
     return Sample(
         model=model,
-        answer=lambda images: model(images).logits,
+        forward=lambda images: model(images).logits,
         image_size=(32, 32),
         save=model.save_pretrained,
-        truth=None if "_pe_" in architecture else {},
+        options=None if "_pe_" in architecture else {},
     )
 
 
-def made(peer: Peer) -> Sample:
-    model = replace(peer, options=widened(peer.options)).build()
+def make_sample(peer: Peer) -> Sample:
+    model = replace(peer, options=with_wide_hidden_size(peer.options)).build()
     config = getattr(model.config, "vision_config", model.config)
-    truth = {
+    known_options = {
         "image_size": _pair(getattr(config, "image_size", 32)),
         "num_heads": getattr(config, "num_attention_heads", None),
         "activation": {"quick_gelu": "gelu-quick", "gelu": "gelu", "gelu_pytorch_tanh": "gelu-tanh"}.get(
@@ -175,30 +194,34 @@ def made(peer: Peer) -> Sample:
     }
     return Sample(
         model=model,
-        answer=partial(answer, peer, model),
+        forward=partial(flat_output, peer, model),
         image_size=_pair(getattr(config, "image_size", 32)),
         save=model.save_pretrained,
-        truth=truth,
+        options=known_options,
     )
 
 
-def widened(options: dict[str, Any]) -> dict[str, Any]:
+def with_wide_hidden_size(options: dict[str, Any]) -> dict[str, Any]:
     if "vision_config" in options:
         return options | {"vision_config": options["vision_config"] | WIDE}
     return options | WIDE if "hidden_size" in options else options
 
 
-def answer(peer: Peer, model: Any, images: Tensor) -> Tensor:
-    return theirs(peer, model, images).flatten(1)
+def flat_output(peer: Peer, model: Any, images: Tensor) -> Tensor:
+    return peer_output(peer, model, images).flatten(1)
 
 
 def _pair(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
-def strange(name: str, options: dict[str, Any]) -> Sample:
-    kind = getattr(transformers, name)
-    model = randomized(kind(kind.config_class(**options)))
+def make_unsupported_sample(name: str, options: dict[str, Any]) -> Sample:
+    model_class = getattr(transformers, name)
+    model = randomized(model_class(model_class.config_class(**options)))
     return Sample(
-        model=model, answer=lambda images: model(images)[0], image_size=(32, 32), save=model.save_pretrained, truth=None
+        model=model,
+        forward=lambda images: model(images)[0],
+        image_size=(32, 32),
+        save=model.save_pretrained,
+        options=None,
     )

@@ -25,8 +25,8 @@ need_extra("export")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _soon() -> Any:
-    """How fast a file is does not matter here."""
+def _fast_exports() -> Any:
+    """Shorten the exports of this module."""
     with pytest.MonkeyPatch.context() as patched:
         export_quickly(patched)
         yield
@@ -34,20 +34,20 @@ def _soon() -> Any:
 
 @pytest.fixture(scope="module")
 def vit() -> vitrail.Model:
-    """It gives probabilities that are far from each other, and its images are not square."""
+    """A small classifier whose probabilities differ clearly and whose images are not square."""
     return model(small(image_size=(32, 40), width=32, depth=1, mlp_dim=48), origin="somebody/small")
 
 
 @pytest.fixture(scope="module")
 def files(vit: vitrail.Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pixels to probabilities; normalized images to logits, four at a time; with its own preprocessing."""
+    """Paths of ONNX (pixels to probabilities), pt2 (normalized images to logits, batch size 4) and OpenVINO exports."""
     folder = tmp_path_factory.mktemp("exported")
-    made = {
+    results = {
         "onnx": export(vit, folder / "a.onnx", check=[gradient()]),
         "pt2": export(vit, folder / "b.pt2", to="pt2", raw=True, batch_size=4, check=[gradient()]),
         "xml": export(vit, folder / "c.xml", to="openvino", check=[gradient()]),
     }
-    return {kind: one.path for kind, one in made.items()}
+    return {kind: result.path for kind, result in results.items()}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def features(tmp_path_factory: pytest.TempPathFactory) -> tuple[vitrail.Model, P
 
 @pytest.fixture(scope="module")
 def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten images of three of the model's five classes."""
+    """A folder of ten images of three of the model's five classes."""
     folder, rng = tmp_path_factory.mktemp("album") / "album", np.random.default_rng(5)
     for label, count in {"bird": 3, "cat": 5, "dog": 2}.items():
         (folder / label).mkdir(parents=True)
@@ -69,12 +69,12 @@ def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["onnx", "pt2", "xml"])
-def test_load_gives_a_model_that_predicts(vit, files, kind):
+def test_a_loaded_file_predicts_like_the_model(vit, files, kind):
     exported = vitrail.load(str(files[kind]))
     images = [gradient(), gradient(30, 60), gradient(20), gradient(70), gradient(33)]
-    for got, expected in zip(exported.predict(images), vit.predict(images), strict=True):
-        assert [p.label for p in got] == [p.label for p in expected]
-        assert [p.score for p in got] == pytest.approx([p.score for p in expected], abs=1e-5)
+    for predictions, expected in zip(exported.predict(images), vit.predict(images), strict=True):
+        assert [p.label for p in predictions] == [p.label for p in expected]
+        assert [p.score for p in predictions] == pytest.approx([p.score for p in expected], abs=1e-5)
     assert exported.labels == LABELS
     assert exported.predict([]) == []
 
@@ -84,7 +84,7 @@ def test_a_home_directory_is_expanded(files, monkeypatch):
     assert vitrail.load("~/b.pt2").predict(gradient(), top=1)
 
 
-def test_classes_can_be_named_anew(files):
+def test_class_names_can_be_replaced(files):
     exported = vitrail.load(files["onnx"], labels=list("abcde"))
     assert exported.labels == tuple("abcde")
     assert with_engine(exported, "openvino").labels == tuple("abcde")
@@ -92,48 +92,48 @@ def test_classes_can_be_named_anew(files):
 
 @pytest.mark.parametrize("kind", ["onnx", "pt2", "xml"])
 @pytest.mark.parametrize("flip", [False, True])
-def test_a_file_is_measured_as_its_model_is(vit, files, album, kind, flip):
+def test_evaluate_gives_the_same_scores_for_file_and_model(vit, files, album, kind, flip):
     options: dict[str, Any] = {"workers": 0, "batch_size": 3, "flip": flip}
-    got = vitrail.evaluate(str(files[kind]), str(album), device="cpu", **options)
+    evaluation = vitrail.evaluate(str(files[kind]), str(album), device="cpu", **options)
     expected = vitrail.evaluate(vit, str(album), **options)
-    ours, theirs = got.first.samples, expected.first.samples
-    np.testing.assert_array_equal(ours.prediction, theirs.prediction)
-    np.testing.assert_allclose(ours.score, theirs.score, atol=1e-5)
-    assert got.top1.value == expected.top1.value
-    assert got.loss.value == pytest.approx(expected.loss.value, rel=1e-4)
-    assert got.first.throughput.network > 0
+    samples, expected_samples = evaluation.first.samples, expected.first.samples
+    np.testing.assert_array_equal(samples.prediction, expected_samples.prediction)
+    np.testing.assert_allclose(samples.score, expected_samples.score, atol=1e-5)
+    assert evaluation.top1.value == expected.top1.value
+    assert evaluation.loss.value == pytest.approx(expected.loss.value, rel=1e-4)
+    assert evaluation.first.throughput.network > 0
 
 
-def test_pixels_that_are_never_rounded_reach_the_file_as_they_are(tmp_path, album):
-    plain = model(small(width=32, depth=1, mlp_dim=48))
-    info = plain.info.replace(preprocess=plain.info.preprocess.replace(antialias=False))
-    vit = vitrail.Model(plain.net, info)
+def test_float_pixels_are_not_rounded_before_the_file(tmp_path, album):
+    antialiased = model(small(width=32, depth=1, mlp_dim=48))
+    info = antialiased.info.replace(preprocess=antialiased.info.preprocess.replace(antialias=False))
+    vit = vitrail.Model(antialiased.net, info)
     path = export(vit, tmp_path / "a.onnx", check=[gradient()]).path
     options: dict[str, Any] = {"workers": 0, "device": "cpu"}
-    got, expected = (vitrail.evaluate(one, str(album), **options) for one in (path, vit))
-    assert got.loss.value == pytest.approx(expected.loss.value, rel=1e-5)
+    evaluation, expected = (vitrail.evaluate(source, str(album), **options) for source in (path, vit))
+    assert evaluation.loss.value == pytest.approx(expected.loss.value, rel=1e-5)
 
 
-def test_another_size_is_refused_before_anything_is_measured(files, album):
-    watched: list[str] = []
+def test_another_image_size_is_refused_before_the_evaluation_starts(files, album):
+    started: list[str] = []
 
-    def watch(what: str, total: int) -> Any:
-        watched.append(what)
+    def progress(name: str, total: int) -> Any:
+        started.append(name)
 
     with pytest.raises(ModelError, match="is an exported model: it can be run, but not explained, modified"):
-        vitrail.evaluate(files["onnx"], str(album), image_size=[(32, 40), 64], device="cpu", progress=watch)
-    assert watched == []
+        vitrail.evaluate(files["onnx"], str(album), image_size=[(32, 40), 64], device="cpu", progress=progress)
+    assert started == []
 
 
-def test_a_file_that_gives_features_embeds(features, album, tmp_path):
+def test_a_file_with_features_as_output_embeds(features, album, tmp_path):
     vit, path = features
     exported = vitrail.load(path)
     images = [gradient(), gradient(30, 60)]
     torch.testing.assert_close(exported.embed(images), vit.embed(images), atol=1e-4, rtol=1e-4)
     assert exported.embed([]).shape == (0, 32)
-    made = embed(exported, str(album), tmp_path / "f.parquet", batch_size=4)
-    assert (made.num_images, made.width) == (10, 32)
-    table = pq.read_table(made.path)
+    result = embed(exported, str(album), tmp_path / "f.parquet", batch_size=4)
+    assert (result.num_images, result.width) == (10, 32)
+    table = pq.read_table(result.path)
     expected = vit.embed([album / key for key in table["key"].to_pylist()])
     assert np.stack(table["embedding"].to_pylist()) == pytest.approx(expected.numpy(), abs=1e-4)
     with pytest.raises(ModelError, match="has no classes"):
@@ -142,31 +142,31 @@ def test_a_file_that_gives_features_embeds(features, album, tmp_path):
         embed(exported, str(album), tmp_path / "layer.parquet", spec=FeatureSpec(layers=(1,)))
 
 
-def test_features_are_told_apart_by_the_file_they_came_from(files, tmp_path):
+def test_fingerprint_depends_on_all_files_of_the_export(files, tmp_path):
     for part in files["xml"].parent.glob("c.*"):
         shutil.copy(part, tmp_path)
     assert vitrail.load(files["xml"]).fingerprint == vitrail.load(tmp_path / "c.xml").fingerprint
     assert vitrail.load(files["xml"]).fingerprint != vitrail.load(files["onnx"]).fingerprint
     weights = tmp_path / "c.bin"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")  # OpenVINO's weights lie beside
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")  # OpenVINO stores the weights separately
     assert vitrail.load(files["xml"]).fingerprint != vitrail.load(tmp_path / "c.xml").fingerprint
 
 
-def test_what_needs_the_network_says_what_to_load_instead(files, tmp_path):
+def test_operations_that_need_the_network_name_the_checkpoint_to_load(files, tmp_path):
     exported = vitrail.load(files["onnx"])
-    inside = (
+    message = (
         r"^\S+/a\.onnx is an exported model: it can be run, but not explained, modified or trained; "
         r"use the checkpoint it was exported from \(somebody/small\)\.$"
     )
-    for use in (
+    for operation in (
         lambda: exported.explain(gradient()),
         lambda: exported.save(tmp_path / "again"),
         lambda: exported.to("cpu"),
         lambda: export(exported, tmp_path / "again.onnx"),
         lambda: export(files["onnx"], tmp_path / "again.onnx"),
     ):
-        with pytest.raises(ModelError, match=inside):
-            use()
+        with pytest.raises(ModelError, match=message):
+            operation()
     with pytest.raises(ModelError, match="it outputs classes, not features; use the checkpoint it was exported from"):
         exported.embed(gradient())
     with pytest.raises(ModelError, match=r"^torch runs somebody/small: .*; load it without an engine\.$"):
@@ -174,35 +174,35 @@ def test_what_needs_the_network_says_what_to_load_instead(files, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
-        ({"image_size": 64}, "exported already: image_size cannot be changed any more"),
+        ({"image_size": 64}, "already exported: image_size cannot be changed"),
         ({"num_classes": 3, "channels": 1}, "channels, num_classes cannot be changed"),
         ({"activation": "gelu-quick"}, "activation cannot be changed"),
-        ({"device": "cuda"}, "runs on the CPU; for cuda"),
-        ({"dtype": "bfloat16"}, "has its precision already; for bfloat16"),
+        ({"device": "cuda"}, "runs on the CPU only; for cuda"),
+        ({"dtype": "bfloat16"}, "has a fixed precision; for bfloat16"),
     ],
 )
-def test_what_was_settled_when_it_was_exported_cannot_be_changed(files, options, words):
-    with pytest.raises(ConfigError, match=words):
+def test_options_fixed_by_the_export_cannot_be_changed(files, options, message):
+    with pytest.raises(ConfigError, match=message):
         vitrail.load(files["pt2"], **options)
 
 
-def test_another_engine_that_can_run_the_file_takes_over(vit, files):
-    theirs = with_engine(vitrail.load(files["onnx"]), "openvino")
-    assert "run by openvino" in repr(theirs)
+def test_a_loaded_file_can_be_run_by_another_engine(vit, files):
+    openvino_model = with_engine(vitrail.load(files["onnx"]), "openvino")
+    assert "run by openvino" in repr(openvino_model)
     torch.testing.assert_close(
-        theirs.logits(gradient()).softmax(-1), vit.logits(gradient()).softmax(-1), atol=1e-5, rtol=1e-4
+        openvino_model.logits(gradient()).softmax(-1), vit.logits(gradient()).softmax(-1), atol=1e-5, rtol=1e-4
     )
 
 
-def test_somebody_elses_file_is_named(tmp_path):
+def test_a_file_not_written_by_vitrail_is_refused_by_name(tmp_path):
     import onnx
 
-    value = onnx.helper.make_tensor_value_info
+    value_info = onnx.helper.make_tensor_value_info
     node = onnx.helper.make_node("Relu", ["x"], ["y"])
-    graph = onnx.helper.make_graph([node], "g", [value("x", 1, [1])], [value("y", 1, [1])])
-    made = onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)])
-    onnx.save_model(made, str(tmp_path / "theirs.onnx"))
-    with pytest.raises(FormatError, match=r"theirs\.onnx was not written by vitrail export"):
-        vitrail.load(tmp_path / "theirs.onnx")
+    graph = onnx.helper.make_graph([node], "g", [value_info("x", 1, [1])], [value_info("y", 1, [1])])
+    onnx_model = onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)])
+    onnx.save_model(onnx_model, str(tmp_path / "foreign.onnx"))
+    with pytest.raises(FormatError, match=r"foreign\.onnx was not written by vitrail export"):
+        vitrail.load(tmp_path / "foreign.onnx")

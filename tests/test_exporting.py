@@ -1,4 +1,4 @@
-"""`vitrail.export` and models that an engine runs; a trained ViT-Ti/16 and a ViT-B/16 through the engines."""
+"""`vitrail.export` and `with_engine`, on small networks, a trained ViT-Ti/16 and a random ViT-B/16."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ need_extra("export")
 
 
 @pytest.fixture(autouse=True)
-def _soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How fast a file is does not matter here."""
+def _fast_exports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten exports, except in the slow tests."""
     if not request.node.get_closest_marker("slow"):
         export_quickly(monkeypatch)
 
@@ -34,11 +34,15 @@ def tiny() -> vitrail.Model:
     return model(small(width=32, depth=1, mlp_dim=48))
 
 
-def test_an_exported_model_predicts_like_the_model(tiny, tmp_path):
-    made = export(tiny, tmp_path / "tiny", to="pt2", image_size=(32, 48), check=[gradient(), gradient(60, 30)])
-    assert made.path == tmp_path / "tiny.pt2"
-    assert (made.metadata.output_type, made.metadata.image, made.comparison.images) == ("probabilities", (32, 48), 2)
-    vit = with_engine(made.path)
+def test_an_exported_model_predicts_like_the_model_at_the_new_image_size(tiny, tmp_path):
+    result = export(tiny, tmp_path / "tiny", to="pt2", image_size=(32, 48), check=[gradient(), gradient(60, 30)])
+    assert result.path == tmp_path / "tiny.pt2"
+    assert (result.metadata.output_type, result.metadata.image_size, result.comparison.images) == (
+        "probabilities",
+        (32, 48),
+        2,
+    )
+    vit = with_engine(result.path)
     net = tiny.net.resized((32, 48))
     preprocess = tiny.info.preprocess.replace(image_size=(32, 48))
     info = tiny.info.replace(config=net.config, preprocess=preprocess)
@@ -48,63 +52,63 @@ def test_an_exported_model_predicts_like_the_model(tiny, tmp_path):
         assert [p.score for p in row] == pytest.approx([p.score for p in predicted], abs=1e-5)
 
 
-def test_what_needs_the_network_is_refused_by_a_file(tiny, tmp_path):
+def test_operations_that_need_the_network_are_refused_for_a_file(tiny, tmp_path):
     vit = with_engine(export(tiny, tmp_path / "tiny", to="pt2", check=[gradient()]).path)
     with pytest.raises(ModelError, match="use the checkpoint it was exported from"):
         vit.explain(gradient())
     with pytest.raises(ModelError, match="outputs classes, not features"):
         vit.embed(gradient())
-    with pytest.raises(ConfigError, match="image_size cannot be changed any more"):
+    with pytest.raises(ConfigError, match="image_size cannot be changed"):
         with_engine(tmp_path / "tiny.pt2", image_size=64)
     assert "run by torch in float32" in repr(vit)
 
 
-def test_a_model_without_classes_is_exported_for_its_features(tmp_path):
+def test_a_model_without_classes_is_exported_with_features_as_output(tmp_path):
     vit = model(small(width=32, depth=1, mlp_dim=48, num_classes=0), task="embed", labels=None)
-    made = export(vit, tmp_path / "features", to="pt2", check=[gradient()])
-    assert (made.metadata.output_type, made.comparison.same) == ("features", None)
-    torch.testing.assert_close(with_engine(made.path).embed(gradient()), vit.embed(gradient()))
+    result = export(vit, tmp_path / "features", to="pt2", check=[gradient()])
+    assert (result.metadata.output_type, result.comparison.same_top1) == ("features", None)
+    torch.testing.assert_close(with_engine(result.path).embed(gradient()), vit.embed(gradient()))
 
 
-def test_labeled_images_tell_how_many_answers_are_right(tiny, tmp_path):
+def test_labeled_images_give_the_top1_accuracy_of_file_and_model(tiny, tmp_path):
     for i, label in enumerate(tiny.labels):
         (tmp_path / "photos" / label).mkdir(parents=True)
         for j in range(2):
             gradient(30 + 7 * i, 30 + 5 * j).rotate(50 * i).save(tmp_path / "photos" / label / f"{j}.png")
-    found = export(tiny, tmp_path / "tiny", to="pt2", check=str(tmp_path / "photos")).comparison
-    assert found.images == 10
-    right = [
+    comparison = export(tiny, tmp_path / "tiny", to="pt2", check=str(tmp_path / "photos")).comparison
+    assert comparison.images == 10
+    correct = [
         tiny.predict(path, top=1)[0].label == path.parent.name for path in sorted((tmp_path / "photos").glob("*/*"))
     ]
-    assert found.top1 == (pytest.approx(np.mean(right)), pytest.approx(np.mean(right)))
-    assert (found.change.value, found.change.low, found.change.high) == (0, 0, 0)
+    assert comparison.top1 == (pytest.approx(np.mean(correct)), pytest.approx(np.mean(correct)))
+    assert (comparison.top1_change.value, comparison.top1_change.low, comparison.top1_change.high) == (0, 0, 0)
 
 
-def test_int8_without_images_is_refused_before_the_work(tmp_path):
+def test_int8_without_calibration_images_is_refused_before_loading_the_model(tmp_path):
     with pytest.raises(ConfigError, match="--calibrate FOLDER"):
         export("no such model", tmp_path / "model.onnx", precision="int8")
 
 
-# The trained ViT-Ti/16 on real photographs
+# A trained ViT-Ti/16 on real photographs
 
 
 @pytest.fixture(scope="module")
 def trained(real_checkpoint: Path) -> vitrail.Model:
-    import_peer("timm")  # has ImageNet's class names
+    import_peer("timm")  # it contains the class names of ImageNet
     return vitrail.load(real_checkpoint, labels="imagenet-1k")
 
 
-def test_twelve_photographs_have_the_same_class_in_float32(trained, imagenet_val, tmp_path):
-    photographs = _some(imagenet_val, 12)
-    made = export(trained, tmp_path / "ti.onnx", check=photographs)
-    assert (made.comparison.same, made.comparison.images) == (12, 12)
-    assert made.comparison.relative <= 1e-5
-    again = open_file(made.path, "openvino")
+def test_twelve_photographs_have_the_same_top1_class_in_float32(trained, imagenet_val, tmp_path):
+    photographs = _sample_photographs(imagenet_val, 12)
+    result = export(trained, tmp_path / "ti.onnx", check=photographs)
+    assert (result.comparison.same_top1, result.comparison.images) == (12, 12)
+    assert result.comparison.relative_error <= 1e-5
+    openvino_file = open_file(result.path, "openvino")
     pixels = np.stack([trained.preprocess.pixels(p) for p in photographs[:8]])
-    np.testing.assert_allclose(again.outputs(pixels), open_file(made.path).outputs(pixels), atol=1e-5)
+    np.testing.assert_allclose(openvino_file.outputs(pixels), open_file(result.path).outputs(pixels), atol=1e-5)
 
 
-def _some(folder: Path, count: int) -> list[bytes]:
+def _sample_photographs(folder: Path, count: int) -> list[bytes]:
     from vitrail.config import DataConfig
     from vitrail.data.sources import open_source_splits
 
@@ -114,48 +118,48 @@ def _some(folder: Path, count: int) -> list[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["onnx", "openvino"])
-@pytest.mark.parametrize("image", [None, (192, 256)])
-def test_a_thousand_photographs_have_the_same_class_in_float32(trained, imagenet_val, tmp_path, to, image):
-    made = export(trained, tmp_path / "ti", to=to, image_size=image, check=str(imagenet_val))
-    assert (made.comparison.same, made.comparison.images) == (1000, 1000)
+@pytest.mark.parametrize("image_size", [None, (192, 256)])
+def test_a_thousand_photographs_have_the_same_top1_class_in_float32(trained, imagenet_val, tmp_path, to, image_size):
+    result = export(trained, tmp_path / "ti", to=to, image_size=image_size, check=str(imagenet_val))
+    assert (result.comparison.same_top1, result.comparison.images) == (1000, 1000)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["onnx", "openvino"])
-def test_int8_stays_within_a_point_of_float32(trained, imagenet_val, tmp_path, to):
+def test_calibrated_int8_changes_top1_by_at_most_one_point(trained, imagenet_val, tmp_path, to):
     spec = str(imagenet_val)
-    made = export(trained, tmp_path / "ti", to=to, precision="int8", calibrate=spec, check=spec)
-    print(made.comparison.to_dict())
-    assert abs(made.comparison.change.value) <= 0.010
-    assert made.size < 0.5 * made.weights
+    result = export(trained, tmp_path / "ti", to=to, precision="int8", calibrate=spec, check=spec)
+    print(result.comparison.to_dict())
+    assert abs(result.comparison.top1_change.value) <= 0.010
+    assert result.size < 0.5 * result.weight_bytes
 
 
 @pytest.mark.slow
-def test_int8_without_calibration_stays_within_a_point_too(trained, imagenet_val, tmp_path):
-    made = export(trained, tmp_path / "ti", to="openvino", precision="int8", check=str(imagenet_val))
-    print(made.comparison.to_dict())
-    assert abs(made.comparison.change.value) <= 0.010
-    assert made.comparison.same >= 970
-    assert made.size < 0.4 * made.weights
+def test_dynamic_int8_changes_top1_by_at_most_one_point(trained, imagenet_val, tmp_path):
+    result = export(trained, tmp_path / "ti", to="openvino", precision="int8", check=str(imagenet_val))
+    print(result.comparison.to_dict())
+    assert abs(result.comparison.top1_change.value) <= 0.010
+    assert result.comparison.same_top1 >= 970
+    assert result.size < 0.4 * result.weight_bytes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["pt2", "openvino"])
-def test_bfloat16_stays_within_half_a_point_of_float32(trained, imagenet_val, tmp_path, to):
-    made = export(trained, tmp_path / "ti", to=to, precision="bfloat16", check=str(imagenet_val))
-    print(made.comparison.to_dict())
-    assert abs(made.comparison.change.value) <= 0.005
+def test_bfloat16_changes_top1_by_at_most_half_a_point(trained, imagenet_val, tmp_path, to):
+    result = export(trained, tmp_path / "ti", to=to, precision="bfloat16", check=str(imagenet_val))
+    print(result.comparison.to_dict())
+    assert abs(result.comparison.top1_change.value) <= 0.005
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["onnx", "openvino", "pt2"])
-def test_a_large_network_has_the_same_numbers(tmp_path, to):
+def test_a_large_network_gives_the_same_outputs(tmp_path, to):
     config = config_from_name("ViT-B/16")
-    made = export(reference_engine(config), tmp_path / "b16", to=to)
-    assert made.comparison.relative <= 1e-5
+    result = export(random_model(config), tmp_path / "b16", to=to)
+    assert result.comparison.relative_error <= 1e-5
 
 
-def reference_engine(config: vitrail.ViTConfig) -> vitrail.Model:
+def random_model(config: vitrail.ViTConfig) -> vitrail.Model:
     from vitrail.weights.model_info import ModelInfo, default_preprocess
 
     return vitrail.Model(

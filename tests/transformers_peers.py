@@ -1,4 +1,4 @@
-"""Classes of transformers that vitrail reads, built small with random weights."""
+"""Small random models of the transformers classes that vitrail reads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ transformers.utils.logging.disable_progress_bar()
 BASE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
 VIT = BASE | {"intermediate_size": 48, "num_labels": 5}
 DINOV2 = BASE | {"mlp_ratio": 2, "num_labels": 5}
-TOWER = BASE | {"intermediate_size": 48}
-WORDS = {
+VISION_CONFIG = BASE | {"intermediate_size": 48}
+TEXT_CONFIG = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
@@ -36,7 +36,7 @@ MASKED = {
     "decoder_num_attention_heads": 2,
 }
 
-Answer = Callable[[Any], Tensor]
+OutputSelector = Callable[[Any], Tensor]
 
 
 def logits(out: Any) -> Tensor:
@@ -51,55 +51,57 @@ def embeds(out: Any) -> Tensor:
     return out.image_embeds
 
 
-def first(out: Any) -> Tensor:
+def class_token(out: Any) -> Tensor:
     return out.last_hidden_state[:, 0]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A class of transformers, and which of its outputs is ours."""
+    """A transformers class, and the function that picks the output vitrail computes."""
 
     model: str
     config: str
     options: dict[str, Any]
-    answer: Answer
+    output: OutputSelector
     arguments: dict[str, Any] | None = None
-    """What from_pretrained needs beside the folder."""
-    reads_back: str = ""
-    """The class of what we write, where it is another (a part of the first)."""
+    """Arguments of from_pretrained besides the folder."""
+    written_class: str = ""
+    """The class vitrail writes, if different (a part of the original)."""
 
-    def build(self, **more: Any) -> Any:
-        config = getattr(transformers, self.config)(**self.options, **more)
+    def build(self, **options: Any) -> Any:
+        config = getattr(transformers, self.config)(**self.options, **options)
         model = getattr(transformers, self.model)(config, **(self.arguments or {}))
         return randomized(model).eval()
 
     @property
-    def again(self) -> Answer:
-        """The answer of what we write."""
-        return {"": self.answer, "CLIPVisionModelWithProjection": embeds, "SiglipVisionModel": pooled}.get(
-            self.reads_back, first
+    def written_output(self) -> OutputSelector:
+        """The output of the class vitrail writes."""
+        return {"": self.output, "CLIPVisionModelWithProjection": embeds, "SiglipVisionModel": pooled}.get(
+            self.written_class, class_token
         )
 
     @property
-    def is_two(self) -> bool:
-        """A model of images and words."""
+    def is_dual_encoder(self) -> bool:
+        """Whether the model has an image and a text encoder."""
         return self.config in ("CLIPConfig", "SiglipConfig") and "Classification" not in self.model
 
 
-BARE = {"add_pooling_layer": False}
-TWO = {"text_config": WORDS, "vision_config": TOWER}
+NO_POOLER = {"add_pooling_layer": False}
+DUAL_CONFIG = {"text_config": TEXT_CONFIG, "vision_config": VISION_CONFIG}
 PEERS = {
     "vit": Peer("ViTForImageClassification", "ViTConfig", VIT, logits),
     "vit, pooler": Peer("ViTModel", "ViTConfig", VIT, pooled),
-    "vit, bare (DINO)": Peer("ViTModel", "ViTConfig", VIT, first, BARE),
+    "vit, bare (DINO)": Peer("ViTModel", "ViTConfig", VIT, class_token, NO_POOLER),
     "vit, tanh, no qkv bias": Peer(
         "ViTForImageClassification", "ViTConfig", VIT | {"hidden_act": "gelu_new", "qkv_bias": False}, logits
     ),
     "vit, not square": Peer("ViTForImageClassification", "ViTConfig", VIT | {"image_size": [16, 40]}, logits),
-    "vit, masked": Peer("ViTForMaskedImageModeling", "ViTConfig", VIT, first, reads_back="ViTModel"),
-    "msn": Peer("ViTMSNModel", "ViTMSNConfig", VIT, first, reads_back="ViTModel"),
-    "mae": Peer("ViTMAEModel", "ViTMAEConfig", VIT | MASKED, first),
-    "mae, decoder": Peer("ViTMAEForPreTraining", "ViTMAEConfig", VIT | MASKED, first, reads_back="ViTMAEModel"),
+    "vit, masked": Peer("ViTForMaskedImageModeling", "ViTConfig", VIT, class_token, written_class="ViTModel"),
+    "msn": Peer("ViTMSNModel", "ViTMSNConfig", VIT, class_token, written_class="ViTModel"),
+    "mae": Peer("ViTMAEModel", "ViTMAEConfig", VIT | MASKED, class_token),
+    "mae, decoder": Peer(
+        "ViTMAEForPreTraining", "ViTMAEConfig", VIT | MASKED, class_token, written_class="ViTMAEModel"
+    ),
     "deit, two heads": Peer("DeiTForImageClassificationWithTeacher", "DeiTConfig", VIT, logits),
     "dinov2": Peer("Dinov2Model", "Dinov2Config", DINOV2, pooled),
     "dinov2, head": Peer("Dinov2ForImageClassification", "Dinov2Config", DINOV2, logits),
@@ -108,31 +110,33 @@ PEERS = {
     "dinov2, registers, head": Peer(
         "Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersConfig", DINOV2, logits
     ),
-    "clip": Peer("CLIPVisionModel", "CLIPVisionConfig", TOWER, pooled),
+    "clip": Peer("CLIPVisionModel", "CLIPVisionConfig", VISION_CONFIG, pooled),
     "clip, projected": Peer(
-        "CLIPVisionModelWithProjection", "CLIPVisionConfig", TOWER | {"projection_dim": 24}, embeds
+        "CLIPVisionModelWithProjection", "CLIPVisionConfig", VISION_CONFIG | {"projection_dim": 24}, embeds
     ),
-    "clip, with words": Peer(
+    "clip, with text encoder": Peer(
         "CLIPModel",
         "CLIPConfig",
-        TWO | {"projection_dim": 24},
+        DUAL_CONFIG | {"projection_dim": 24},
         embeds,
-        reads_back="CLIPVisionModelWithProjection",
+        written_class="CLIPVisionModelWithProjection",
     ),
-    "clip, head": Peer("CLIPForImageClassification", "CLIPConfig", TWO | {"num_labels": 5}, logits),
-    "siglip": Peer("SiglipVisionModel", "SiglipVisionConfig", TOWER, pooled),
-    "siglip, with words": Peer("SiglipModel", "SiglipConfig", TWO, pooled, reads_back="SiglipVisionModel"),
-    "siglip, head": Peer("SiglipForImageClassification", "SiglipConfig", TWO | {"num_labels": 5}, logits),
+    "clip, head": Peer("CLIPForImageClassification", "CLIPConfig", DUAL_CONFIG | {"num_labels": 5}, logits),
+    "siglip": Peer("SiglipVisionModel", "SiglipVisionConfig", VISION_CONFIG, pooled),
+    "siglip, with text encoder": Peer(
+        "SiglipModel", "SiglipConfig", DUAL_CONFIG, pooled, written_class="SiglipVisionModel"
+    ),
+    "siglip, head": Peer("SiglipForImageClassification", "SiglipConfig", DUAL_CONFIG | {"num_labels": 5}, logits),
     "bit": Peer("BitForImageClassification", "BitConfig", RESNET, logits),
     "bit, bare": Peer("BitModel", "BitConfig", RESNET, pooled),
 }
 
 
 @torch.no_grad()
-def theirs(peer: Peer, model: Any, images: Tensor) -> Tensor:
-    """The answer of a peer's network, by way of its image's part where it has others."""
-    if peer.is_two:
-        found = model.get_image_features(images)
-        return pooled(found)
-    inner: Any = model.vit if peer.model in ("ViTForMaskedImageModeling", "ViTMAEForPreTraining") else model
-    return peer.answer(inner(images))
+def peer_output(peer: Peer, model: Any, images: Tensor) -> Tensor:
+    """The output of a peer's network; of its image encoder if it has others."""
+    if peer.is_dual_encoder:
+        features = model.get_image_features(images)
+        return pooled(features)
+    encoder: Any = model.vit if peer.model in ("ViTForMaskedImageModeling", "ViTMAEForPreTraining") else model
+    return peer.output(encoder(images))

@@ -1,4 +1,4 @@
-"""Commands on a file that `vitrail export` wrote: what runs it runs, the rest says what to take instead."""
+"""Commands on exported files: those that need the network fail and name what to use instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ need_extra("export")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _own_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _fast_exports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("VITRAIL_ENGINES", str(tmp_path_factory.mktemp("engines")))
         export_quickly(patched)
@@ -50,74 +50,74 @@ def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate_json(vitrail, *arguments: object) -> dict:
-    """What `vitrail eval` says of the one size."""
+    """The JSON report of `vitrail eval`, merged with that of its only image size."""
     result = vitrail("eval", *arguments, "--device", "cpu", "--json")
     assert result.status == 0, result.err
-    said = json.loads(result.out)
-    return said | said["sizes"][0]
+    report = json.loads(result.out)
+    return report | report["sizes"][0]
 
 
-def test_eval_measures_the_file_and_what_an_engine_makes_of_a_checkpoint(vitrail, tiny, exported, album):
+def test_eval_gives_the_same_scores_for_files_and_other_engines(vitrail, tiny, exported, album):
     expected = evaluate_json(vitrail, "-m", tiny, "--data", album)
-    for which, *engine in ([exported], [exported, "openvino"], [tiny, "onnxruntime"]):
-        got = evaluate_json(vitrail, "-m", which, "--data", album, *(["--engine", *engine] if engine else []))
-        assert (got["model"], got["top1"]) == (which.name, expected["top1"])
-        assert got["loss"]["value"] == pytest.approx(expected["loss"]["value"], rel=1e-4)
+    for model_path, *engine in ([exported], [exported, "openvino"], [tiny, "onnxruntime"]):
+        report = evaluate_json(vitrail, "-m", model_path, "--data", album, *(["--engine", *engine] if engine else []))
+        assert (report["model"], report["top1"]) == (model_path.name, expected["top1"])
+        assert report["loss"]["value"] == pytest.approx(expected["loss"]["value"], rel=1e-4)
     assert evaluate_json(vitrail, "-m", tiny, "--engine", "torch", "--data", album)["loss"] == expected["loss"]
 
 
-def test_eval_reads_well(vitrail, exported, album):
+def test_eval_prints_the_file_name_and_the_number_of_images(vitrail, exported, album):
     lines = vitrail("eval", "-m", exported, "--data", album, "--device", "cpu").out.splitlines()
     assert lines[:2] == [f"{exported.name} on album", "10 images, 2 of 5 classes, 32 px"]
 
 
-CANNOT = "it can be run, but not explained, modified or trained"
+NEEDS_NETWORK = "it can be run, but not explained, modified or trained"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
-        (["explain", "IMAGE", "-m", "FILE"], CANNOT),
-        (["figures", "-m", "FILE"], CANNOT),
-        (["probe", "-m", "FILE", "--data", "ALBUM"], CANNOT),
-        (["export", "FILE", "again.onnx"], CANNOT),
-        (["convert", "FILE", "again"], CANNOT),
-        (["finetune", "-m", "FILE", "--data", "ALBUM", "--out", "run"], CANNOT),
-        (["eval", "-m", "FILE", "--data", "ALBUM", "--image-size", "32,64"], CANNOT),
+        (["explain", "IMAGE", "-m", "FILE"], NEEDS_NETWORK),
+        (["figures", "-m", "FILE"], NEEDS_NETWORK),
+        (["probe", "-m", "FILE", "--data", "ALBUM"], NEEDS_NETWORK),
+        (["export", "FILE", "again.onnx"], NEEDS_NETWORK),
+        (["convert", "FILE", "again"], NEEDS_NETWORK),
+        (["finetune", "-m", "FILE", "--data", "ALBUM", "--out", "run"], NEEDS_NETWORK),
+        (["eval", "-m", "FILE", "--data", "ALBUM", "--image-size", "32,64"], NEEDS_NETWORK),
         (["embed", "-m", "FILE", "--data", "ALBUM", "--out", "f.parquet"], "it outputs classes, not features"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_commands_that_need_more_say_so_in_one_sentence(
-    vitrail, exported, album, tmp_path, monkeypatch, arguments, words
+def test_commands_that_need_the_network_fail_with_one_sentence(
+    vitrail, exported, album, tmp_path, monkeypatch, arguments, message
 ):
     monkeypatch.chdir(tmp_path)
     names = {"FILE": exported, "ALBUM": album, "IMAGE": album / "cat" / "0.png"}
-    result = vitrail(*[names.get(word, word) for word in arguments])
+    result = vitrail(*[names.get(argument, argument) for argument in arguments])
     assert result.status == 1
-    assert len(result.problems) == 1
-    assert f"{exported} is an exported model: {words}; " in result.problems[0]
-    assert "the checkpoint it was exported from" in result.problems[0]
+    assert len(result.errors) == 1
+    assert f"{exported} is an exported model: {message}; " in result.errors[0]
+    assert "the checkpoint it was exported from" in result.errors[0]
     assert not [path for path in tmp_path.iterdir() if path.name != "run"]
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
-        (["--dtype", "bfloat16"], "has its precision already"),
-        (["--image-size", "64"], "is exported already: image_size cannot be changed any more"),
+        (["--dtype", "bfloat16"], "has a fixed precision"),
+        (["--image-size", "64"], "is already exported: image_size cannot be changed"),
         (["--engine", "torch"], "is run by onnxruntime or openvino, not by torch"),
     ],
 )
-def test_predict_refuses_what_comes_too_late(vitrail, exported, album, options, words):
+def test_predict_refuses_options_that_would_change_the_exported_model(vitrail, exported, album, options, message):
     result = vitrail("predict", album / "cat" / "0.png", "-m", exported, *options)
-    assert (result.status, len(result.problems)) == (1, 1)
-    assert words in result.problems[0]
+    assert (result.status, len(result.errors)) == (1, 1)
+    assert message in result.errors[0]
 
 
-def test_a_file_of_features_is_not_asked_for_classes(vitrail, album, headless, tmp_path):
+def test_predict_refuses_a_file_of_features_and_embed_accepts_it(vitrail, album, headless, tmp_path):
     path = export(headless, tmp_path / "f.pt2", to="pt2").path
     result = vitrail("predict", album / "cat" / "0.png", "-m", path)
-    assert result.problems == [f"{path} has no classes: it outputs features; use vitrail embed."]
+    assert result.errors == [f"{path} has no classes: it outputs features; use vitrail embed."]
     made = vitrail("embed", "-m", path, "--data", album, "--out", tmp_path / "f.parquet")
     assert (made.status, made.out.split(": ")[1]) == (0, "10 images, 128 features each (head input).\n")

@@ -1,4 +1,4 @@
-"""int8: what is rounded and how much, held against NumPy; what rounding would spoil stays in float32."""
+"""Static int8 quantization of ONNX models: compared with NumPy; products with large errors stay in float32."""
 
 from __future__ import annotations
 
@@ -16,87 +16,89 @@ from onnx import TensorProto, helper, numpy_helper
 
 from vitrail.errors import ConfigError
 from vitrail.export.engines import open_file
-from vitrail.export.quantize import PAIR, Product, quantize
+from vitrail.export.quantize import MAX_PAIR_SUM, Product, quantize
 
 
-def product(weight: np.ndarray, rows: np.ndarray) -> Product:
+def make_product(weight: np.ndarray, rows: np.ndarray) -> Product:
     node = helper.make_node("MatMul", ["x", "w"], ["y"])
-    made = Product(node, weight.astype(np.float32), axis=1)
-    made.see(rows.astype(np.float32), np.random.default_rng(0), len(rows))
-    return made
+    result = Product(node, weight.astype(np.float32), axis=1)
+    result.observe(rows.astype(np.float32), np.random.default_rng(0), len(rows))
+    return result
 
 
 @given(seed=st.integers(0, 99), size=st.floats(1e-3, 1e3), shift=st.floats(-3, 3))
-def test_rounding_moves_a_number_by_half_a_step_at_most(seed: int, size: float, shift: float):
+def test_quantization_error_is_at_most_half_a_step(seed: int, size: float, shift: float):
     rng = np.random.default_rng(seed)
     rows = size * (rng.normal(size=(20, 6)) + shift).astype(np.float32)
-    made = product(rng.normal(size=(6, 4)), rows)
-    step, zero = made.scale
-    back = (np.clip(np.round(rows / step) + zero, 0, 255) - float(zero)) * step
-    assert np.abs(back - rows).max() <= 1.01 * step  # the zero point is rounded, too
-    assert step <= 1.001 * (max(rows.max(), 0) - min(rows.min(), 0)) / 255
-    weight, steps = made.rounded()
+    product = make_product(rng.normal(size=(6, 4)), rows)
+    scale, zero_point = product.activation_qparams
+    dequantized = (np.clip(np.round(rows / scale) + zero_point, 0, 255) - float(zero_point)) * scale
+    assert np.abs(dequantized - rows).max() <= 1.01 * scale  # the zero point is rounded, too
+    assert scale <= 1.001 * (max(rows.max(), 0) - min(rows.min(), 0)) / 255
+    weight, weight_scale = product.quantized_weight()
     assert weight.dtype == np.int8
-    assert np.abs(weight * steps - made.weight).max() <= 0.501 * steps.max()
-    assert (largest_pair(weight) >= PAIR - 2).all()  # each output uses all of the range that is safe
-    assert (largest_pair(weight) <= PAIR).all()
+    assert np.abs(weight * weight_scale - product.weight).max() <= 0.501 * weight_scale.max()
+    assert (largest_pair(weight) >= MAX_PAIR_SUM - 2).all()  # each output uses the whole range without saturation
+    assert (largest_pair(weight) <= MAX_PAIR_SUM).all()
 
 
 def largest_pair(weight: np.ndarray, axis: int = 1) -> np.ndarray:
-    """Of each output: the largest sum, in size, of one of its integer weights or of two with the same sign."""
+    """Per output: the largest absolute value of an integer weight or of the sum of two weights with the same sign."""
     flat = np.sort(np.moveaxis(weight.astype(np.int64), axis, 0).reshape(weight.shape[axis], -1))  # O I
     return np.maximum(np.maximum(flat, 0)[:, -2:].sum(1), -np.minimum(flat, 0)[:, :2].sum(1))
 
 
-def without_vnni(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """x times weight, N I by I O, as `vpmaddubsw` has it: sums of two products are cut off at 16 bits."""
+def multiply_without_vnni(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """x @ weight, N I by I O, with the sums of two products saturated at 16 bits, as in `vpmaddubsw`."""
     pairs = x.astype(np.int64)[:, :, None] * weight.astype(np.int64)[None]  # N I O
     pairs = pairs.reshape(len(x), -1, 2, weight.shape[1]).sum(2)
     return np.clip(pairs, -(2**15), 2**15 - 1).sum(1)
 
 
-def full_range(weight: np.ndarray) -> np.ndarray:
-    """Integer weights that use all eight bits, as in files of vitrail 0.1.0."""
+def quantize_to_eight_bits(weight: np.ndarray) -> np.ndarray:
+    """Quantized weights that use all eight bits, as in files of vitrail 0.1.0."""
     return np.round(weight / (np.abs(weight).max(0, keepdims=True) / 127)).astype(np.int8)
 
 
 @given(seed=st.integers(0, 999), outliers=st.sampled_from([1, 3, 30]))
-def test_no_activations_and_no_order_of_inputs_saturate_without_vnni(seed: int, outliers: int):
+def test_quantized_products_never_saturate_without_vnni(seed: int, outliers: int):
     rng = np.random.default_rng(seed)
     weight = rng.normal(size=(32, 6))
     weight[rng.integers(0, 32, 4), rng.integers(0, 6, 4)] *= outliers
-    made, _ = product(weight, rng.normal(size=(4, 32))).rounded()
-    worst = np.concatenate([255 * (made.T > 0), 255 * (made.T < 0), rng.integers(0, 256, (8, 32))]).astype(np.uint8)
-    for order in (np.arange(32), rng.permutation(32), np.argsort(made[:, 0]), np.argsort(-made[:, 1])):
-        x, w = worst[:, order], made[order]
-        np.testing.assert_array_equal(without_vnni(x, w), x.astype(np.int64) @ w.astype(np.int64))
+    quantized, _ = make_product(weight, rng.normal(size=(4, 32))).quantized_weight()
+    activations = np.concatenate(
+        [255 * (quantized.T > 0), 255 * (quantized.T < 0), rng.integers(0, 256, (8, 32))]
+    ).astype(np.uint8)
+    for order in (np.arange(32), rng.permutation(32), np.argsort(quantized[:, 0]), np.argsort(-quantized[:, 1])):
+        x, w = activations[:, order], quantized[order]
+        np.testing.assert_array_equal(multiply_without_vnni(x, w), x.astype(np.int64) @ w.astype(np.int64))
 
 
-def test_weights_of_all_eight_bits_saturate_without_vnni():
+def test_weights_with_all_eight_bits_saturate_without_vnni():
     rng = np.random.default_rng(0)
-    weight = full_range(rng.normal(size=(32, 6)))
+    weight = quantize_to_eight_bits(rng.normal(size=(32, 6)))
     x = np.repeat(255 * (weight.T > 0), 2, axis=0).astype(np.uint8)
-    assert (without_vnni(x, weight) < x.astype(np.int64) @ weight.astype(np.int64)).any()
-    assert largest_pair(weight).max() > PAIR
+    assert (multiply_without_vnni(x, weight) < x.astype(np.int64) @ weight.astype(np.int64)).any()
+    assert largest_pair(weight).max() > MAX_PAIR_SUM
 
 
-def test_an_output_of_one_input_and_one_of_zeros_are_rounded_too():
-    weight, steps = product(np.array([[0.5, 0.0]]), np.ones((4, 1))).rounded()
+def test_an_output_with_one_input_and_an_output_of_zeros_are_quantized():
+    weight, scale = make_product(np.array([[0.5, 0.0]]), np.ones((4, 1))).quantized_weight()
     assert weight.tolist() == [[127, 0]]
-    np.testing.assert_allclose(weight * steps, [[0.5, 0.0]], rtol=1e-6)
+    np.testing.assert_allclose(weight * scale, [[0.5, 0.0]], rtol=1e-6)
 
 
-def test_one_giant_among_small_numbers_is_what_rounding_spoils():
+def test_an_outlier_among_the_activations_increases_the_relative_error():
     rng = np.random.default_rng(0)
     rows, weight = rng.normal(size=(64, 8)), rng.normal(size=(8, 8))
-    even = product(weight, rows).loss()
+    error_without_outlier = make_product(weight, rows).relative_error()
     rows[0] *= 1e-9
     rows[1, 0] = 3000
-    weight[0] = 1e-6  # and it hardly matters to the result
-    assert even < 0.02 < 0.5 < product(weight, rows).loss()
+    weight[0] = 1e-6  # its weights are so small that it hardly affects the output
+    assert error_without_outlier < 0.02 < 0.5 < make_product(weight, rows).relative_error()
 
 
-def graph(weight: np.ndarray, gemm: bool) -> onnx.ModelProto:
+def make_model(weight: np.ndarray, gemm: bool) -> onnx.ModelProto:
     """x -> x weight + 1, as MatMul and Add or as Gemm with a transposed weight."""
     bias = numpy_helper.from_array(np.ones(weight.shape[1], np.float32), "b")
     if gemm:
@@ -107,90 +109,94 @@ def graph(weight: np.ndarray, gemm: bool) -> onnx.ModelProto:
             helper.make_node("MatMul", ["x", "w"], ["middle"], name="product"),
             helper.make_node("Add", ["middle", "b"], ["y"], name="bias"),
         ]
-    given_ = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", weight.shape[gemm]])
-    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", weight.shape[not gemm]])
-    made = helper.make_graph(nodes, "small", [given_], [out], [numpy_helper.from_array(weight, "w"), bias])
-    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    graph_input = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", weight.shape[gemm]])
+    graph_output = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", weight.shape[not gemm]])
+    onnx_graph = helper.make_graph(
+        nodes, "small", [graph_input], [graph_output], [numpy_helper.from_array(weight, "w"), bias]
+    )
+    return helper.make_model(onnx_graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
 
 @pytest.mark.parametrize("gemm", [False, True])
-def test_the_graph_computes_what_numpy_does_with_rounded_factors(gemm: bool):
+def test_the_quantized_graph_computes_the_same_as_numpy(gemm: bool):
     import onnxruntime
 
     rng = np.random.default_rng(1)
     weight, x = rng.normal(size=(16, 12)).astype(np.float32), rng.normal(size=(40, 16)).astype(np.float32)
-    made, notes = quantize(graph(weight, gemm), [x[:20], x[20:]])
-    onnx.checker.check_model(made)
-    assert notes == ["1 products are in 8-bit integers"]
-    assert {i.name for i in made.graph.initializer if i.data_type == TensorProto.FLOAT} >= {"b"}
-    assert not any(i.name.startswith("w") for i in made.graph.initializer)
+    model, notes = quantize(make_model(weight, gemm), [x[:20], x[20:]])
+    onnx.checker.check_model(model)
+    assert notes == ["1 products are in int8"]
+    assert {i.name for i in model.graph.initializer if i.data_type == TensorProto.FLOAT} >= {"b"}
+    assert not any(i.name.startswith("w") for i in model.graph.initializer)
     low, high = min(x.min(), 0), max(x.max(), 0)
-    step = np.float32((high - low) / 255)
-    zero = np.round(-low / step)
-    near = (np.clip(np.round(x / step) + zero, 0, 255) - zero) * step
+    scale = np.float32((high - low) / 255)
+    zero_point = np.round(-low / scale)
+    dequantized_x = (np.clip(np.round(x / scale) + zero_point, 0, 255) - zero_point) * scale
     high, low = (np.maximum(np.sort(sign * weight, axis=0)[-2:], 0).sum(0) for sign in (1, -1))
-    steps = np.maximum(high, low) / 127
-    expected = near @ (np.round(weight / steps) * steps) + 1
-    session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    weight_scale = np.maximum(high, low) / 127
+    expected = dequantized_x @ (np.round(weight / weight_scale) * weight_scale) + 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_allclose(session.run(None, {"x": x})[0], expected, atol=2e-4)
 
 
-def test_what_rounding_would_spoil_stays_as_it_was():
+def test_a_product_with_a_large_error_stays_in_float32():
     rng = np.random.default_rng(0)
     rows, weight = rng.normal(size=(64, 8)).astype(np.float32), rng.normal(size=(8, 8)).astype(np.float32)
     rows[1, 0], weight[0] = 3000, 1e-6
-    before = graph(weight, False)
-    kinds = [node.op_type for node in before.graph.node]
-    made, notes = quantize(before, [rows])
-    assert [node.op_type for node in made.graph.node] == kinds
+    original = make_model(weight, False)
+    op_types = [node.op_type for node in original.graph.node]
+    model, notes = quantize(original, [rows])
+    assert [node.op_type for node in model.graph.node] == op_types
     assert "1 of 1 products stay in float32" in notes[0]
 
 
-def test_int8_without_images_is_refused():
+def test_int8_without_calibration_images_is_refused():
     with pytest.raises(ConfigError, match="--calibrate FOLDER"):
-        quantize(graph(np.eye(4, dtype=np.float32), False), [])
+        quantize(make_model(np.eye(4, dtype=np.float32), False), [])
 
 
 def integer_weights(model: onnx.ModelProto) -> list[tuple[np.ndarray, int]]:
-    """Of every quantized product: its weights, and the axis of its outputs."""
+    """The int8 weights of every quantized product, and their axis of output channels."""
     values = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
-    found = []
+    weights = []
     for node in model.graph.node:
         if node.op_type == "DequantizeLinear" and node.input[0] in values:
             axis = next(a.i for a in node.attribute if a.name == "axis")
-            found.append((values[node.input[0]], axis))
-    return found
+            weights.append((values[node.input[0]], axis))
+    return weights
 
 
-def test_convolutions_cannot_saturate_either():
+def test_quantized_convolutions_never_saturate():
     rng = np.random.default_rng(0)
     weight, x = rng.normal(size=(8, 3, 4, 4)).astype(np.float32), rng.normal(size=(2, 3, 16, 16)).astype(np.float32)
     node = helper.make_node("Conv", ["x", "w"], ["y"], name="patches", strides=[4, 4])
-    given_ = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 16, 16])
-    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 8, 4, 4])
-    parts = helper.make_graph([node], "small", [given_], [out], [numpy_helper.from_array(weight, "w")])
-    made, _ = quantize(helper.make_model(parts, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), [x])
-    [(rounded, axis)] = integer_weights(made)
-    assert (rounded.shape, axis) == (weight.shape, 0)
-    assert largest_pair(rounded, axis).max() <= PAIR
+    graph_input = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 16, 16])
+    graph_output = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 8, 4, 4])
+    onnx_graph = helper.make_graph(
+        [node], "small", [graph_input], [graph_output], [numpy_helper.from_array(weight, "w")]
+    )
+    model, _ = quantize(helper.make_model(onnx_graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), [x])
+    [(quantized, axis)] = integer_weights(model)
+    assert (quantized.shape, axis) == (weight.shape, 0)
+    assert largest_pair(quantized, axis).max() <= MAX_PAIR_SUM
 
 
-def test_a_network_in_int8_is_smaller_and_runs_in_both_engines(int8_file, own, images):
-    assert int8_file.comparison.relative > 1e-4  # it is another computation indeed
+def test_an_int8_network_runs_in_both_engines(int8_file, torch_engine, images):
+    assert int8_file.comparison.relative_error > 1e-4  # the file does not compute in float32
     assert not int8_file.metadata.saturates
     model = onnx.load(str(int8_file.path))
     assert [node.op_type for node in model.graph.node].count("QuantizeLinear") == len(integer_weights(model)) >= 5
     for weight, axis in integer_weights(model):
         assert weight.dtype == np.int8
-        assert largest_pair(weight, axis).max() <= PAIR
+        assert largest_pair(weight, axis).max() <= MAX_PAIR_SUM
     batch = np.stack(images)
-    expected = own.logits(batch)
+    expected = torch_engine.logits(batch)
     for engine in ("onnxruntime", "openvino"):
-        got = open_file(int8_file.path, engine).logits(batch)
-        assert np.linalg.norm(got - expected) / np.linalg.norm(expected) < 0.05
+        logits = open_file(int8_file.path, engine).logits(batch)
+        assert np.linalg.norm(logits - expected) / np.linalg.norm(expected) < 0.05
 
 
-EMULATED = """
+SCRIPT = """
 import sys
 import numpy, onnxruntime
 session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
@@ -204,7 +210,7 @@ def test_a_cpu_without_vnni_gives_the_same_outputs(int8_file, images, tmp_path):
     if emulator is None or platform.machine() != "x86_64":
         pytest.skip("needs an x86-64 CPU and qemu-x86_64 (on Debian: apt install qemu-user)")
     np.save(tmp_path / "in.npy", np.stack(images))
-    command = [emulator, "-cpu", "Haswell", sys.executable, "-c", EMULATED, int8_file.path]
+    command = [emulator, "-cpu", "Haswell", sys.executable, "-c", SCRIPT, int8_file.path]
     subprocess.run([*command, tmp_path / "in.npy", tmp_path / "out.npy"], check=True, capture_output=True)
-    here = open_file(int8_file.path).outputs(np.stack(images))
-    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), here, rtol=1e-4, atol=1e-5)
+    expected = open_file(int8_file.path).outputs(np.stack(images))
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, rtol=1e-4, atol=1e-5)

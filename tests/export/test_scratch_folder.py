@@ -1,4 +1,4 @@
-"""Where files are made: a folder of one process, swept up by the next where that was killed."""
+"""Temporary folders: deleted at the end, and by a later process after a kill."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from vitrail.export.scratch_folder import scratch_folder
 
-KILLED = """
+SCRIPT = """
 import sys, pathlib
 from vitrail.export.scratch_folder import scratch_folder
 with scratch_folder(pathlib.Path(sys.argv[1])) as folder:
@@ -23,20 +23,20 @@ with scratch_folder(pathlib.Path(sys.argv[1])) as folder:
 
 
 @pytest.fixture
-def working(tmp_path: Path):
-    """Another process that works on the same file."""
+def running_process(tmp_path: Path):
+    """Another process with a temporary folder for the same file: (path, process)."""
     path = tmp_path / "model.onnx"
-    other = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert other.stdout is not None
-    assert other.stdout.readline() == "there\n"
-    yield path, other
-    other.kill()
-    other.communicate()
+    assert process.stdout is not None
+    assert process.stdout.readline() == "there\n"
+    yield path, process
+    process.kill()
+    process.communicate()
 
 
-def test_a_folder_is_gone_however_the_work_ends(tmp_path):
+def test_the_folder_is_deleted_at_the_end_and_after_errors(tmp_path):
     with scratch_folder(tmp_path / "model.onnx") as folder:
         assert folder.parent == tmp_path
     for error in (ValueError, KeyboardInterrupt, SystemExit):
@@ -45,18 +45,18 @@ def test_a_folder_is_gone_however_the_work_ends(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed(working):
-    path, other = working
+def test_the_folder_of_a_killed_process_is_removed(running_process):
+    path, process = running_process
     with scratch_folder(path):
-        assert len(list(path.parent.iterdir())) == 2  # it works still
-    other.send_signal(signal.SIGKILL)
-    other.wait()
+        assert len(list(path.parent.iterdir())) == 2  # that of the running process is kept
+    process.send_signal(signal.SIGKILL)
+    process.wait()
     assert len(list(path.parent.iterdir())) == 1
     with scratch_folder(path) as folder:
         assert list(path.parent.iterdir()) == [folder]
 
 
-def test_other_folders_stay(tmp_path):
+def test_unrelated_folders_are_not_removed(tmp_path):
     for name in (".model.onnx.mine", f".model.onnx.{os.getpid()}.abc", ".other.onnx.99999999.abc", "model.onnx.9.a"):
         (tmp_path / name).mkdir()
     (tmp_path / f".model.onnx.{os.getpid()}.abc" / "vitrail.lock").touch()

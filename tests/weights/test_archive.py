@@ -1,4 +1,4 @@
-"""Archives: every kind of file gives the same tensors, lazily; every broken one gives one sentence."""
+"""Archives: every file type gives the same tensors, read lazily; broken files raise one-sentence errors."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ TENSORS = {
 BRAIN = {"brain": torch.tensor([[1.0, -3.140625]], dtype=torch.bfloat16)}
 
 
-def as_legacy(tensors: dict[str, Tensor], path: Path) -> None:
+def save_legacy(tensors: dict[str, Tensor], path: Path) -> None:
     torch.save(tensors, path, _use_new_zipfile_serialization=False)
 
 
-def as_npz(tensors: dict[str, Tensor], path: Path) -> None:
-    with path.open("wb") as file:  # np.savez given a name would add .npz to it
+def save_npz(tensors: dict[str, Tensor], path: Path) -> None:
+    with path.open("wb") as file:  # given a name, np.savez would append .npz
         np.savez(file, **{n: t.numpy() for n, t in tensors.items()})
 
 
-KINDS: dict[str, Callable[[dict[str, Tensor], Path], None]] = {
+SAVERS: dict[str, Callable[[dict[str, Tensor], Path], None]] = {
     "safetensors": save_file,
     "torch": torch.save,
-    "legacy": as_legacy,
-    "npz": as_npz,
+    "legacy": save_legacy,
+    "npz": save_npz,
 }
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", SAVERS)
 
 
-def check(archive: Archive, expected: dict[str, Tensor]) -> None:
+def assert_tensors(archive: Archive, expected: dict[str, Tensor]) -> None:
     assert set(archive.tensors) == set(expected)
     assert len(archive.tensors) == len(expected)
     for name, tensor in expected.items():
@@ -64,10 +64,10 @@ def check(archive: Archive, expected: dict[str, Tensor]) -> None:
 
 @every_kind
 @pytest.mark.parametrize("name", ["x.safetensors", "x.pth", "x.npz", "no suffix"])
-def test_every_kind_under_every_name_gives_the_tensors_as_stored(tmp_path: Path, kind: str, name: str):
+def test_every_file_type_is_read_under_any_file_name(tmp_path: Path, kind: str, name: str):
     tensors = TENSORS if kind == "npz" else TENSORS | BRAIN
-    KINDS[kind](tensors, tmp_path / name)
-    check(open_archive(tmp_path / name), tensors)
+    SAVERS[kind](tensors, tmp_path / name)
+    assert_tensors(open_archive(tmp_path / name), tensors)
 
 
 @given(
@@ -78,21 +78,23 @@ def test_every_kind_under_every_name_gives_the_tensors_as_stored(tmp_path: Path,
         max_size=5,
     )
 )
-def test_any_names_and_shapes_come_back_from_any_kind(tmp_path_factory: pytest.TempPathFactory, shapes: dict):
+def test_any_names_and_shapes_round_trip_through_every_file_type(
+    tmp_path_factory: pytest.TempPathFactory, shapes: dict
+):
     folder = tmp_path_factory.mktemp("any")
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    for kind, write in KINDS.items():
+    for kind, write in SAVERS.items():
         write(tensors, folder / kind)
-        check(open_archive(folder / kind), tensors)
+        assert_tensors(open_archive(folder / kind), tensors)
 
 
-def test_the_real_checkpoint_opens(real_checkpoint: Path):
+def test_published_checkpoint_opens(real_checkpoint: Path):
     archive = open_archive(real_checkpoint)
     assert sum(np.prod(archive.shape(n)) for n in archive.tensors) == 5_717_416
     assert archive.shape("pos_embed") == (1, 197, 192)
 
 
-def test_every_golden_npz_opens_with_numpys_values():
+def test_golden_npz_files_match_numpy():
     for path in (ROOT / "tests" / "golden").glob("*.npz"):
         archive = open_archive(path)
         with np.load(path) as expected:
@@ -102,24 +104,24 @@ def test_every_golden_npz_opens_with_numpys_values():
             assert np.array_equal(archive.tensors[name].numpy(), expected[name])
 
 
-def test_jax_stores_bfloat16_without_a_type_and_it_is_found_again(tmp_path: Path):
+def test_bfloat16_stored_by_jax_as_void_is_restored(tmp_path: Path):
     raw = BRAIN["brain"].view(torch.int16).numpy().view("V2")
     np.savez(tmp_path / "x.npz", brain=raw)
-    check(open_archive(tmp_path / "x.npz"), BRAIN)
+    assert_tensors(open_archive(tmp_path / "x.npz"), BRAIN)
 
 
-def test_arrays_of_other_machines_and_orders_are_read(tmp_path: Path):
+def test_big_endian_and_fortran_arrays_are_read(tmp_path: Path):
     values = np.arange(6.0, dtype=np.float32).reshape(2, 3)
     np.savez(tmp_path / "x.npz", big=values.astype(">f4"), columns=np.asfortranarray(values), name=np.array("ViT"))
     archive = open_archive(tmp_path / "x.npz")
-    check(archive, {"big": torch.from_numpy(values), "columns": torch.from_numpy(values)})
+    assert_tensors(archive, {"big": torch.from_numpy(values), "columns": torch.from_numpy(values)})
     assert archive.notes == ["ignored name: not tensors"]
 
 
-def test_shapes_and_membership_read_nothing(tmp_path: Path):
+def test_shapes_and_membership_read_no_data(tmp_path: Path):
     np.savez(tmp_path / "x.npz", a=np.zeros((300, 400)), b=np.zeros(2))
     archive = open_archive(tmp_path / "x.npz")
-    (tmp_path / "x.npz").write_bytes(b"")  # the names and shapes are known already; the data is gone
+    (tmp_path / "x.npz").write_bytes(b"")  # names and shapes have been read; the data is gone
     assert archive.shape("a") == (300, 400)
     assert "a" in archive.tensors
     assert "c" not in archive.tensors
@@ -132,7 +134,7 @@ def test_shapes_and_membership_read_nothing(tmp_path: Path):
 MEASURE = """
 import sys, torch
 from vitrail.weights.archive import open_archive
-def private():  # memory of our own, in bytes: pages of a mapped file are not counted
+def private():  # private memory in bytes: pages of a mapped file are not counted
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 for path in sys.argv[1:]:
@@ -145,39 +147,39 @@ for path in sys.argv[1:]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_mapped_files_take_no_memory_of_their_own(tmp_path: Path):
+def test_mapped_files_allocate_no_private_memory(tmp_path: Path):
     paths = [tmp_path / "safetensors", tmp_path / "torch"]
     for path in paths:
-        KINDS[path.name]({f"t{i}": torch.ones(1024, 1024) for i in range(24)}, path)
+        SAVERS[path.name]({f"t{i}": torch.ones(1024, 1024) for i in range(24)}, path)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", MEASURE, *map(str, paths)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    for line in done.stdout.splitlines():
-        grown, held = map(int, line.split())
-        assert held == 24 * 4 * 1024**2
-        assert grown < held / 10
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    for line in process.stdout.splitlines():
+        private, total = map(int, line.split())
+        assert total == 24 * 4 * 1024**2
+        assert private < total / 10
 
 
 def test_writing_to_a_tensor_does_not_change_the_file(tmp_path: Path):
-    for kind, write in KINDS.items():
+    for kind, write in SAVERS.items():
         write(TENSORS, tmp_path / kind)
         before = (tmp_path / kind).read_bytes()
         open_archive(tmp_path / kind).tensors["cls"].fill_(9)
         assert (tmp_path / kind).read_bytes() == before
 
 
-def test_a_safetensors_header_may_carry_metadata(tmp_path: Path):
+def test_safetensors_metadata_is_read(tmp_path: Path):
     save_file(TENSORS, tmp_path / "x", metadata={"format": "pt"})
     assert open_archive(tmp_path / "x").metadata == {"format": "pt"}
 
 
-def test_under_a_prefix_names_are_shorter():
+def test_strip_prefix_selects_and_shortens_names():
     archive = Archive("x", LazyTensors.from_tensors({"visual.a": torch.ones(2), "text.a": torch.zeros(1)}))
-    check(archive.strip_prefix("visual."), {"a": torch.ones(2)})
+    assert_tensors(archive.strip_prefix("visual."), {"a": torch.ones(2)})
     assert archive.strip_prefix("") is archive
 
 
-SAVED = {
+TRAINING_CHECKPOINTS = {
     "mae": ({"model": TENSORS, "optimizer": {"state": {0: {"avg": torch.ones(1)}}}, "epoch": 3}, "model"),
     "deit": ({"model": OrderedDict(TENSORS), "args": argparse.Namespace(model="deit_tiny")}, "model"),
     "timm": ({"state_dict": {"x": torch.ones(1)}, "state_dict_ema": TENSORS, "arch": "vit"}, "state_dict_ema"),
@@ -188,21 +190,21 @@ SAVED = {
 }
 
 
-@pytest.mark.parametrize("who", SAVED)
-@pytest.mark.parametrize("save", [torch.save, as_legacy])
-def test_the_weights_of_a_training_file_are_found(tmp_path: Path, who: str, save: Callable[..., None]):
-    saved, name = SAVED[who]
+@pytest.mark.parametrize("source", TRAINING_CHECKPOINTS)
+@pytest.mark.parametrize("save", [torch.save, save_legacy])
+def test_weights_in_a_training_checkpoint_are_found(tmp_path: Path, source: str, save: Callable[..., None]):
+    saved, name = TRAINING_CHECKPOINTS[source]
     save(saved, tmp_path / "x.pth")
     archive = open_archive(tmp_path / "x.pth")
-    check(archive, TENSORS)
+    assert_tensors(archive, TENSORS)
     assert not any(archive.tensors[n].requires_grad for n in archive.tensors)
-    inner = [k for k, v in saved.items() if isinstance(v, dict)]
-    assert archive.notes == ([f"read {name!r} of {', '.join(inner)}"] if len(inner) > 1 else [])
+    sections = [k for k, v in saved.items() if isinstance(v, dict)]
+    assert archive.notes == ([f"read {name!r} of {', '.join(sections)}"] if len(sections) > 1 else [])
 
 
-def test_another_section_can_be_asked_for(tmp_path: Path):
+def test_section_can_be_chosen(tmp_path: Path):
     torch.save({"student": TENSORS, "teacher": {"x": torch.ones(1)}}, tmp_path / "x.pth")
-    check(open_archive(tmp_path / "x.pth", section="student"), TENSORS)
+    assert_tensors(open_archive(tmp_path / "x.pth", section="student"), TENSORS)
     with pytest.raises(CheckpointError, match="no section 'studnt'; did you mean 'student'"):
         open_archive(tmp_path / "x.pth", section="studnt")
     save_file(TENSORS, tmp_path / "x.safetensors")
@@ -210,33 +212,33 @@ def test_another_section_can_be_asked_for(tmp_path: Path):
         open_archive(tmp_path / "x.safetensors", section="student")
 
 
-def test_sections_are_preferred_in_the_stated_order(tmp_path: Path):
+def test_known_sections_are_preferred_in_order(tmp_path: Path):
     for better, worse in pairwise(SECTIONS):
         torch.save({worse: {"w": torch.ones(1)}, better: {"b": torch.ones(1)}}, tmp_path / "x.pth")
         assert list(open_archive(tmp_path / "x.pth").tensors) == ["b"]
 
 
-def test_a_dictionary_that_holds_itself_has_an_end(tmp_path: Path):
-    endless: dict[str, object] = dict(TENSORS)
-    endless["model"] = endless
-    torch.save(endless, tmp_path / "x.pth")
-    check(open_archive(tmp_path / "x.pth"), TENSORS)
+def test_self_referencing_dictionary_is_read(tmp_path: Path):
+    recursive: dict[str, object] = dict(TENSORS)
+    recursive["model"] = recursive
+    torch.save(recursive, tmp_path / "x.pth")
+    assert_tensors(open_archive(tmp_path / "x.pth"), TENSORS)
 
 
-def test_what_is_not_a_tensor_is_put_aside_and_kept(tmp_path: Path):
+def test_non_tensor_entries_are_kept_as_metadata(tmp_path: Path):
     args = argparse.Namespace(model="vit_tiny", lr=0.1)
     torch.save({"model": TENSORS | {"version": "1.0", "none": None}, "epoch": 3, "args": args}, tmp_path / "x.pth")
     archive = open_archive(tmp_path / "x.pth")
-    check(archive, TENSORS)
-    around = {"epoch": 3, "args": {"model": "vit_tiny", "lr": 0.1}, "sections": ["model", "epoch", "args"]}
-    assert archive.extras == around | {"version": "1.0", "none": None}
+    assert_tensors(archive, TENSORS)
+    metadata = {"epoch": 3, "args": {"model": "vit_tiny", "lr": 0.1}, "sections": ["model", "epoch", "args"]}
+    assert archive.extras == metadata | {"version": "1.0", "none": None}
     assert archive.notes == ["ignored version, none: not tensors"]
 
 
-def test_the_prefixes_of_wrappers_go_only_where_every_name_has_them(tmp_path: Path):
+def test_wrapper_prefixes_are_removed_only_if_every_name_has_them(tmp_path: Path):
     save_file({f"_orig_mod.module.{n}": t for n, t in TENSORS.items()}, tmp_path / "x")
     archive = open_archive(tmp_path / "x")
-    check(archive, TENSORS)
+    assert_tensors(archive, TENSORS)
     assert archive.notes == ["removed '_orig_mod.' from every name", "removed 'module.' from every name"]
     save_file({"module.a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "y")
     assert set(open_archive(tmp_path / "y").tensors) == {"module.a", "b"}
@@ -255,13 +257,13 @@ def test_the_prefixes_of_wrappers_go_only_where_every_name_has_them(tmp_path: Pa
         ({}, "contains no tensors"),
     ],
 )
-def test_a_pickle_without_clear_weights_says_so(tmp_path: Path, saved: object, message: str):
+def test_pickle_without_clear_weights_is_refused(tmp_path: Path, saved: object, message: str):
     torch.save(saved, tmp_path / "x.pth")
     with pytest.raises(CheckpointError, match=message):
         open_archive(tmp_path / "x.pth")
 
 
-def test_files_without_tensors_say_so(tmp_path: Path):
+def test_files_without_tensors_are_refused(tmp_path: Path):
     save_file({}, tmp_path / "empty.safetensors")
     np.savez(tmp_path / "empty.npz")
     for name in ("empty.safetensors", "empty.npz"):
@@ -270,7 +272,7 @@ def test_files_without_tensors_say_so(tmp_path: Path):
 
 
 class Trap:
-    """When unpickled, makes a file."""
+    """An object that creates a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -279,7 +281,7 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-def set_trap(kind: str, path: Path, trap: Trap) -> None:
+def save_trap(kind: str, path: Path, trap: Trap) -> None:
     if kind == "npz":
         with path.open("wb") as file:
             np.savez(file, a=np.ones(1), b=np.array([trap], dtype=object))
@@ -291,30 +293,30 @@ def set_trap(kind: str, path: Path, trap: Trap) -> None:
 
 @pytest.mark.parametrize("kind", ["torch", "legacy", "pickle2", "pickle4", "pickle5", "npz"])
 @pytest.mark.parametrize("name", ["x.pth", "x.safetensors"])
-def test_code_in_a_file_is_refused_and_never_runs(tmp_path: Path, kind: str, name: str):
-    mark = tmp_path / "it ran"
-    set_trap(kind, tmp_path / name, Trap(mark))
+def test_code_in_a_file_is_refused_and_not_executed(tmp_path: Path, kind: str, name: str):
+    created = tmp_path / "it ran"
+    save_trap(kind, tmp_path / name, Trap(created))
     with pytest.raises(CheckpointError, match=r"was refused: .* nothing in it was executed"):
         open_archive(tmp_path / name)
-    assert not mark.exists()
-    if kind == "torch":  # the trap is a real one
+    assert not created.exists()
+    if kind == "torch":  # without weights_only the trap does run
         with (tmp_path / name).open("rb") as file:
             torch.load(file, weights_only=False)
-        assert mark.exists()
+        assert created.exists()
 
 
-def test_a_whole_pickled_module_is_refused_with_its_class(tmp_path: Path):
+def test_pickled_module_is_refused_with_its_class_name(tmp_path: Path):
     torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pth")
     with pytest.raises(CheckpointError, match=r"refused: it requires torch\.nn\.modules\.linear\.Linear"):
         open_archive(tmp_path / "x.pth")
 
 
 @every_kind
-def test_a_file_cut_anywhere_is_an_error_and_no_crash(tmp_path: Path, kind: str):
-    KINDS[kind](TENSORS, tmp_path / "whole")
-    whole = (tmp_path / "whole").read_bytes()
-    for length in [*range(0, len(whole), max(len(whole) // 60, 1)), len(whole) - 1]:
-        (tmp_path / "cut").write_bytes(whole[:length])
+def test_file_truncated_at_any_length_raises_checkpoint_error(tmp_path: Path, kind: str):
+    SAVERS[kind](TENSORS, tmp_path / "whole")
+    data = (tmp_path / "whole").read_bytes()
+    for length in [*range(0, len(data), max(len(data) // 60, 1)), len(data) - 1]:
+        (tmp_path / "cut").write_bytes(data[:length])
         with pytest.raises(CheckpointError) as caught:
             open_archive(tmp_path / "cut")
         assert "\n" not in str(caught.value)
@@ -322,16 +324,16 @@ def test_a_file_cut_anywhere_is_an_error_and_no_crash(tmp_path: Path, kind: str)
         assert "refused" not in str(caught.value) or length < 40
 
 
-def test_damage_inside_an_npz_is_found_when_it_is_read(tmp_path: Path):
+def test_corrupted_npz_array_raises_when_it_is_read(tmp_path: Path):
     np.savez(tmp_path / "x.npz", a=np.zeros(1000))
-    whole = bytearray((tmp_path / "x.npz").read_bytes())
-    whole[3000] ^= 1
-    (tmp_path / "x.npz").write_bytes(whole)
+    data = bytearray((tmp_path / "x.npz").read_bytes())
+    data[3000] ^= 1
+    (tmp_path / "x.npz").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"cannot read 'a'.*CRC"):
         open_archive(tmp_path / "x.npz").tensors["a"]
 
 
-def test_damage_inside_a_pickle_is_an_error(tmp_path: Path):
+def test_corrupted_pickle_raises_checkpoint_error(tmp_path: Path):
     torch.save(TENSORS, tmp_path / "x.pth")
     with zipfile.ZipFile(tmp_path / "x.pth") as source, zipfile.ZipFile(tmp_path / "y.pth", "w") as target:
         for name in source.namelist():
@@ -341,7 +343,7 @@ def test_damage_inside_a_pickle_is_an_error(tmp_path: Path):
         open_archive(tmp_path / "y.pth")
 
 
-def test_a_missing_file_is_told_with_its_neighbors(tmp_path: Path):
+def test_missing_file_error_suggests_a_similar_name(tmp_path: Path):
     with pytest.raises(NotFoundError, match="is empty"):
         open_archive(tmp_path / "model.safetensors")
     save_file(TENSORS, tmp_path / "model.safetensors")
@@ -354,19 +356,19 @@ def test_a_missing_file_is_told_with_its_neighbors(tmp_path: Path):
         open_archive(tmp_path / "link")
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path):
+def test_named_pipe_is_refused(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="neither a file nor a folder"):
         open_archive(tmp_path / "pipe")
 
 
-def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_home_directory_in_a_path_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     save_file(TENSORS, tmp_path / "x")
-    check(open_archive("~/x"), TENSORS)
+    assert_tensors(open_archive("~/x"), TENSORS)
 
 
-def test_the_choice_among_a_folders_files_is_stated():
+def test_choose_weights_file_prefers_standard_names():
     assert (
         choose_weights_file(["pytorch_model.bin", "model.safetensors", "model.safetensors.index.json"])
         == "model.safetensors"

@@ -1,4 +1,4 @@
-"""Reading any file: what is missing, unexpected, misshapen, damaged or half precise is said; nothing is copied."""
+"""`checkpoint.read`: errors for tensors that do not fit, dtypes, overrides, sidecars; weights are not copied."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ FORMATS: dict[str, tuple[str, ViTConfig | BiTConfig]] = {
     "google BiT": ("model.npz", BIT),
     "big_vision BiT": ("model.npz", BIT.replace(root_pad="none")),
 }
-EVERY = pytest.mark.parametrize("kind", FORMATS)
+every_format = pytest.mark.parametrize("kind", FORMATS)
 
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
-def made(config: ViTConfig | BiTConfig) -> tuple[Net, ModelInfo]:
+def make_model(config: ViTConfig | BiTConfig) -> tuple[Net, ModelInfo]:
     family = "BiT" if isinstance(config, BiTConfig) else "ViT"
     net = randomized(build(config, seed=0))
     assert isinstance(net, Net)
     return net, ModelInfo(config=config, preprocess=default_preprocess(family, config), family=family)
 
 
-def written(kind: str, folder: Path) -> tuple[Net, Path]:
+def write_checkpoint(kind: str, folder: Path) -> tuple[Net, Path]:
     name, config = FORMATS[kind]
-    net, info = made(config)
+    net, info = make_model(config)
     checkpoint.write(net, info, folder / name, to=kind.split()[0])
     return net, folder / name
 
@@ -80,8 +80,8 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     return {name: tensors[name].clone() for name in tensors}
 
 
-def rewritten(path: Path, tensors: Mapping[str, Tensor]) -> Path:
-    """The same file with other tensors, its header kept."""
+def replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """Rewrites the file with other tensors, keeping its header."""
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     if path.suffix == ".npz":
         np.savez(path, **{name: tensor.numpy() for name, tensor in tensors.items()})
@@ -95,113 +95,117 @@ def rewritten(path: Path, tensors: Mapping[str, Tensor]) -> Path:
 
 
 @contextmanager
-def holding(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """The same file with other tensors for `checkpoint.read`, without writing it."""
-    held = replace(open_archive(path), tensors=LazyTensors.from_tensors(tensors, str(path)), handles=[])
-    with patch.object(checkpoint, "open_archive", lambda *_, **__: held):
+def patched_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Lets `checkpoint.read` see other tensors in the file, without writing them."""
+    patched_archive = replace(open_archive(path), tensors=LazyTensors.from_tensors(tensors, str(path)), handles=[])
+    with patch.object(checkpoint, "open_archive", lambda *_, **__: patched_archive):
         yield
 
 
-def same(net: Net, other: Net) -> bool:
-    ours, theirs = net.state_dict(), other.state_dict()
+def same_weights(net: Net, expected: Net) -> bool:
+    ours, theirs = net.state_dict(), expected.state_dict()
     return set(ours) == set(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 # Tensors that do not fit
 
 
-@EVERY
-def test_a_missing_tensor_is_named_with_the_format_assumed(kind: str, tmp_path: Path) -> None:
-    """Each of a file's tensors in turn."""
-    _, path = written(kind, tmp_path)
-    whole = tensors_of(path)
-    for name in whole:
-        rest = {n: t for n, t in whole.items() if n != name}
+@every_format
+def test_missing_tensor_error_names_the_tensor_or_its_layer(kind: str, tmp_path: Path) -> None:
+    """Each tensor of the file is removed in turn."""
+    _, path = write_checkpoint(kind, tmp_path)
+    tensors = tensors_of(path)
+    for name in tensors:
+        rest = {n: t for n, t in tensors.items() if n != name}
         if name in ("params/cls", "params/pos_embedding", ORIGINAL_POSITION):
-            with holding(path, rest):
-                checkpoint.read(path)  # a network that there is
+            with patched_tensors(path, rest):
+                checkpoint.read(path)  # a valid network
             continue
-        with holding(path, rest), pytest.raises(FormatError) as error:
+        with patched_tensors(path, rest), pytest.raises(FormatError) as error:
             checkpoint.read(path)
-        said = str(error.value)
-        assert str(path) in said, name
-        # A layer may be named by its other part, and a token missed through its position.
-        token = name.endswith(("cls", "cls_token", "class_token"))
+        message = str(error.value)
+        assert str(path) in message, name
+        # The error may name the other parameter of a layer, or a missing token by its positions.
+        is_token = name.endswith(("cls", "cls_token", "class_token"))
         assert (
-            layer(name) in said
-            or (token and ("grid" in said or "class_token=False" in said))
-            or "match no known format" in said
-            or UNNAMED in said
+            layer_name(name) in message
+            or (is_token and ("grid" in message or "class_token=False" in message))
+            or "match no known format" in message
+            or UNKNOWN_HUGGINGFACE_MODEL in message
         ), (
             name,
-            said,
+            message,
         )
 
 
-UNNAMED = "vitrail reads no huggingface model with these tensor names"
+UNKNOWN_HUGGINGFACE_MODEL = "vitrail reads no huggingface model with these tensor names"
 
 
-def layer(name: str) -> str:
-    """Without weight or bias, and without the prefixes that tables leave out."""
+def layer_name(name: str) -> str:
+    """The name without weight or bias, and without the prefixes that the rename tables leave out."""
     for prefix in ("vit.", "bit.", "params/", "resnet/"):
         name = name.removeprefix(prefix)
     return re.sub(r"[./]\w+$", "", name)
 
 
-@EVERY
-def test_a_tensor_too_many_is_named_with_the_format_assumed(kind: str, tmp_path: Path) -> None:
-    _, path = written(kind, tmp_path)
-    rewritten(path, tensors_of(path) | {"some.hat": torch.zeros(3), "another.hat": torch.zeros(2)})
+@every_format
+def test_unexpected_tensor_error_names_the_tensor_and_the_format(kind: str, tmp_path: Path) -> None:
+    _, path = write_checkpoint(kind, tmp_path)
+    replace_tensors(path, tensors_of(path) | {"some.hat": torch.zeros(3), "another.hat": torch.zeros(2)})
     with pytest.raises(FormatError, match=rf"read as {kind.split()[0]}.*unexpected .*hat") as error:
         checkpoint.read(path)
     assert "some.hat" in str(error.value)
     assert "another.hat" in str(error.value)
 
 
-def twice(tensor: Tensor) -> Tensor:
+def doubled(tensor: Tensor) -> Tensor:
     return torch.cat([tensor, tensor])
 
 
-@EVERY
-@pytest.mark.parametrize("change", [twice, lambda t: t[None], lambda t: t.flatten()[:-1]])
-def test_a_tensor_of_another_shape_is_an_error(kind: str, change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
-    """Each of a file's tensors in turn: twice as long, of another rank, flat and cut."""
-    net, path = written(kind, tmp_path)
-    whole = tensors_of(path)
-    for name in whole:
-        with holding(path, whole | {name: change(whole[name])}):
-            if change(whole[name]).numel() == whole[name].numel():
-                with suppress(FormatError):  # another axis of length one is nothing to a token or a scale
-                    assert same(checkpoint.read(path)[0], net)
-            elif change is twice and name.endswith("embedding/kernel"):
-                assert checkpoint.read(path)[0].config.patch_size == (16, 8), "all that is known is the shape"
+@every_format
+@pytest.mark.parametrize("change", [doubled, lambda t: t[None], lambda t: t.flatten()[:-1]])
+def test_wrong_shape_is_an_error(kind: str, change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    """Each tensor of the file in turn: doubled, with another rank, and flattened and cut."""
+    net, path = write_checkpoint(kind, tmp_path)
+    tensors = tensors_of(path)
+    for name in tensors:
+        with patched_tensors(path, tensors | {name: change(tensors[name])}):
+            if change(tensors[name]).numel() == tensors[name].numel():
+                with suppress(FormatError):  # an extra axis of length 1 is accepted for tokens and scales
+                    assert same_weights(checkpoint.read(path)[0], net)
+            elif change is doubled and name.endswith("embedding/kernel"):
+                assert checkpoint.read(path)[0].config.patch_size == (16, 8), (
+                    "the patch size is inferred from the shape alone"
+                )
             else:
                 with pytest.raises(FormatError, match=f"{path}: (read as {kind.split()[0]}|the tensor names)"):
                     checkpoint.read(path)
 
 
-def test_a_wrong_shape_is_told_under_both_names(tmp_path: Path) -> None:
-    _, path = written("google", tmp_path)
-    rewritten(path, tensors_of(path) | {"head/kernel": torch.zeros(127, 5)})
+def test_wrong_shape_error_gives_both_names_of_the_tensor(tmp_path: Path) -> None:
+    _, path = write_checkpoint("google", tmp_path)
+    replace_tensors(path, tensors_of(path) | {"head/kernel": torch.zeros(127, 5)})
     with pytest.raises(FormatError, match=r"wrong shapes: head\.weight \(5, 127\) for \(5, 128\), from head/kernel"):
         checkpoint.read(path)
 
 
-def test_long_lists_are_cut(tmp_path: Path) -> None:
-    _, path = written("timm", tmp_path)
-    rewritten(path, {n: t for n, t in tensors_of(path).items() if not n.startswith("blocks.0.norm2")} | hats(20))
+def test_long_lists_of_tensors_are_shortened(tmp_path: Path) -> None:
+    _, path = write_checkpoint("timm", tmp_path)
+    replace_tensors(
+        path, {n: t for n, t in tensors_of(path).items() if not n.startswith("blocks.0.norm2")} | unknown_tensors(20)
+    )
     with pytest.raises(
         FormatError, match=r"missing blocks\.0\.norm2\.weight, blocks\.0\.norm2\.bias; unexpected .* and 12 more\.$"
     ):
         checkpoint.read(path)
 
 
-def hats(count: int) -> dict[str, Tensor]:
+def unknown_tensors(count: int) -> dict[str, Tensor]:
     return {f"hat{i}": torch.zeros(1) for i in range(count)}
 
 
-def test_unknown_names_are_told_with_what_is_known(tmp_path: Path) -> None:
-    torch.save(hats(6), tmp_path / "hats.pth")
+def test_unknown_tensor_names_error_lists_the_known_formats(tmp_path: Path) -> None:
+    torch.save(unknown_tensors(6), tmp_path / "hats.pth")
     with pytest.raises(FormatError) as error:
         checkpoint.read(tmp_path / "hats.pth")
     assert str(error.value) == (
@@ -215,12 +219,12 @@ def test_unknown_names_are_told_with_what_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("kind", ["vitrail", "google", "torchvision"])
-def test_weights_that_are_not_numbers_are_one_sentence(kind: str, value: float, tmp_path: Path) -> None:
-    _, path = written(kind, tmp_path)
+def test_non_finite_weights_are_an_error(kind: str, value: float, tmp_path: Path) -> None:
+    _, path = write_checkpoint(kind, tmp_path)
     tensors = tensors_of(path)
     name = next(n for n, t in tensors.items() if t.ndim == 1)
     tensors[name][1] = value
-    rewritten(path, tensors)
+    replace_tensors(path, tensors)
     with pytest.raises(
         CheckpointError, match="contain NaN or infinity: the file is damaged or the run diverged; try an earlier"
     ):
@@ -229,40 +233,40 @@ def test_weights_that_are_not_numbers_are_one_sentence(kind: str, value: float, 
     assert sum(not p.isfinite().all() for p in net.parameters()) == 1
 
 
-def test_only_the_first_of_many_such_tensors_are_named(tmp_path: Path) -> None:
-    _, path = written("vitrail", tmp_path)
-    rewritten(path, {name: torch.full_like(t, float("nan")) for name, t in tensors_of(path).items()})
+def test_only_the_first_non_finite_tensors_are_named(tmp_path: Path) -> None:
+    _, path = write_checkpoint("vitrail", tmp_path)
+    replace_tensors(path, {name: torch.full_like(t, float("nan")) for name, t in tensors_of(path).items()})
     with pytest.raises(CheckpointError, match=r": class_token, \S+, \S+, \S+ and \d\d more contain NaN"):
         checkpoint.read(path)
 
 
 @pytest.mark.parametrize("kind", ["vitrail", "timm", "google"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_precisions_become_single_aloud_or_stay(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    net, path = written(kind, tmp_path)
-    whole = {name: t.to(dtype) for name, t in tensors_of(path).items()}
-    if kind == "google" and dtype == torch.bfloat16:  # as JAX stores it, NumPy has no name for it
-        np.savez(path, **{name: t.contiguous().view(torch.int16).numpy().view("V2") for name, t in whole.items()})
+def test_other_dtypes_are_converted_with_a_note_or_kept(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    net, path = write_checkpoint(kind, tmp_path)
+    tensors = {name: t.to(dtype) for name, t in tensors_of(path).items()}
+    if kind == "google" and dtype == torch.bfloat16:  # stored as void, as JAX does: NumPy has no bfloat16
+        np.savez(path, **{name: t.contiguous().view(torch.int16).numpy().view("V2") for name, t in tensors.items()})
     else:
-        rewritten(path, whole)
+        replace_tensors(path, tensors)
     expected = {name: t.to(dtype) for name, t in net.state_dict().items()}
-    word = str(dtype).removeprefix("torch.")
-    for asked, got, note in (
-        ({}, torch.float32, f"stored as {word}, loaded as float32."),
+    dtype_name = str(dtype).removeprefix("torch.")
+    for options, loaded_dtype, note in (
+        ({}, torch.float32, f"stored as {dtype_name}, loaded as float32."),
         ({"dtype": None}, dtype, None),
-        ({"dtype": torch.float64}, torch.float64, f"stored as {word}, loaded as float64."),
+        ({"dtype": torch.float64}, torch.float64, f"stored as {dtype_name}, loaded as float64."),
     ):
-        read, info = checkpoint.read(path, **asked)
-        said = [n for n in info.notes if n.startswith("stored as")]
-        assert said == ([note] if note and got != dtype else [])
-        for name, tensor in read.state_dict().items():
-            assert tensor.dtype == got
-            assert torch.equal(tensor, expected[name].to(got)), name
+        loaded, info = checkpoint.read(path, **options)
+        dtype_notes = [n for n in info.notes if n.startswith("stored as")]
+        assert dtype_notes == ([note] if note and loaded_dtype != dtype else [])
+        for name, tensor in loaded.state_dict().items():
+            assert tensor.dtype == loaded_dtype
+            assert torch.equal(tensor, expected[name].to(loaded_dtype)), name
 
 
-def test_mixed_precisions_are_all_told(tmp_path: Path) -> None:
-    _, path = written("timm", tmp_path)
-    rewritten(path, {n: t.half() if "norm" in n else t for n, t in tensors_of(path).items()})
+def test_all_stored_dtypes_are_noted(tmp_path: Path) -> None:
+    _, path = write_checkpoint("timm", tmp_path)
+    replace_tensors(path, {n: t.half() if "norm" in n else t for n, t in tensors_of(path).items()})
     _, info = checkpoint.read(path)
     assert "stored as float16, float32, loaded as float32." in info.notes
 
@@ -270,10 +274,10 @@ def test_mixed_precisions_are_all_told(tmp_path: Path) -> None:
 # Files
 
 
-@EVERY
+@every_format
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.9, 0.999])
 def test_a_truncated_file_is_an_error(kind: str, share: float, tmp_path: Path) -> None:
-    _, path = written(kind, tmp_path)
+    _, path = write_checkpoint(kind, tmp_path)
     content = path.read_bytes()
     path.write_bytes(content[: max(int(share * len(content)), 1)])
     with pytest.raises(CheckpointError, match=r"truncated|damaged|in an unknown format|text file|not weights"):
@@ -291,27 +295,27 @@ def test_a_truncated_file_is_an_error(kind: str, share: float, tmp_path: Path) -
         (bytes(range(200, 256)) * 9, "in an unknown format"),
     ],
 )
-def test_what_is_no_file_of_weights_is_told_for_what_it_is(content: bytes, message: str, tmp_path: Path) -> None:
+def test_file_that_is_not_weights_is_identified(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         checkpoint.read(tmp_path / "model.safetensors")
 
 
-def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
+def test_missing_file_or_weights_raise_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such file"):
         checkpoint.read(tmp_path / "model.safetensors")
     with pytest.raises(NotFoundError, match="no weights in the folder"):
         checkpoint.read(tmp_path)
 
 
-# What the caller knows
+# Overrides
 
 
-def test_changes_override_the_config(tmp_path: Path) -> None:
-    net, path = written("timm", tmp_path)
-    read, info = checkpoint.read(path, overrides={"activation": "gelu-quick", "norm_eps": 1e-5})
-    assert (info.config.norm_eps, read.config.activation) == (1e-5, "gelu-quick")
-    assert same(read, net)
+def test_overrides_change_the_config(tmp_path: Path) -> None:
+    net, path = write_checkpoint("timm", tmp_path)
+    loaded, info = checkpoint.read(path, overrides={"activation": "gelu-quick", "norm_eps": 1e-5})
+    assert (info.config.norm_eps, loaded.config.activation) == (1e-5, "gelu-quick")
+    assert same_weights(loaded, net)
     with pytest.raises(ConfigError, match="has no field 'activatoin'; did you mean 'activation'"):
         checkpoint.read(path, overrides={"activatoin": "gelu"})
     with pytest.raises(FormatError, match=r"missing .*blocks\.0\.ls1\.gamma"):
@@ -319,51 +323,51 @@ def test_changes_override_the_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["timm", "huggingface", "torchvision", "facebook"])
-def test_heads_that_a_bare_file_cannot_tell_can_be_said(to: str, tmp_path: Path) -> None:
+def test_num_heads_can_be_passed_for_a_bare_file(to: str, tmp_path: Path) -> None:
     config = TORCH.replace(width=48, num_heads=6)
-    net, info = made(config)
+    net, info = make_model(config)
     checkpoint.write(net, info, tmp_path / "x", to=to, approximate=True)
-    path = bare(tmp_path / "x")
+    path = save_bare(tmp_path / "x")
     with pytest.raises(FormatError, match=r"number of heads.* width 48.*pass num_heads="):
         checkpoint.read(path)
-    read, heard = checkpoint.read(path, overrides={"num_heads": 6})
-    assert read.config.num_heads == heard.config.num_heads == 6
-    assert same(read, net)
-    assert not any("heads" in note for note in heard.notes), "nothing was assumed"
+    loaded, loaded_info = checkpoint.read(path, overrides={"num_heads": 6})
+    assert loaded.config.num_heads == loaded_info.config.num_heads == 6
+    assert same_weights(loaded, net)
+    assert not any("heads" in note for note in loaded_info.notes), "no number of heads was assumed"
 
 
-def bare(path: Path) -> Path:
-    """The weights alone, without a header."""
+def save_bare(path: Path) -> Path:
+    """Saves the weights without the header and returns the new path."""
     torch.save(tensors_of(path), path.parent / "bare.pth")
     return path.parent / "bare.pth"
 
 
 @pytest.mark.parametrize("to", ["timm", "huggingface", "torchvision", "google"])
-def test_the_shape_of_positions_that_a_bare_file_cannot_tell_can_be_said(to: str, tmp_path: Path) -> None:
+def test_image_size_can_be_passed_for_a_bare_file(to: str, tmp_path: Path) -> None:
     config = TORCH.replace(image_size=(32, 56))
-    net, info = made(config)
+    net, info = make_model(config)
     tensors = checkpoint.format_for(to, info).table(config).write(net.state_dict(), config)
     torch.save({name: t.clone() for name, t in tensors.items()}, tmp_path / "bare.pth")
     with pytest.raises(FormatError, match=r"pass image_size=\(height, width\)"):
         checkpoint.read(tmp_path / "bare.pth")
-    read, _ = checkpoint.read(tmp_path / "bare.pth", overrides={"image_size": (32, 56)})
-    assert pair(read.config.image_size) == (32, 56)
-    assert same(read, net)
+    loaded, _ = checkpoint.read(tmp_path / "bare.pth", overrides={"image_size": (32, 56)})
+    assert pair(loaded.config.image_size) == (32, 56)
+    assert same_weights(loaded, net)
     with pytest.raises(FormatError):
         checkpoint.read(tmp_path / "bare.pth", overrides={"image_size": (64, 64)})
 
 
-def test_positions_that_are_not_there_must_be_said_to_be_none(tmp_path: Path) -> None:
-    net, info = made(TORCH.replace(position="none"))
+def test_bare_file_without_positions_requires_position_none(tmp_path: Path) -> None:
+    net, info = make_model(TORCH.replace(position="none"))
     checkpoint.write(net, info, tmp_path / "model", to="timm")
-    assert checkpoint.read(tmp_path / "model")[1].config.position == "none", "its config says so"
-    path = bare(tmp_path / "model")
+    assert checkpoint.read(tmp_path / "model")[1].config.position == "none", "config.json states it"
+    path = save_bare(tmp_path / "model")
     with pytest.raises(FormatError, match="pass position='none' if this model has no positions at all"):
         checkpoint.read(path)
-    assert same(checkpoint.read(path, overrides={"position": "none"})[0], net)
+    assert same_weights(checkpoint.read(path, overrides={"position": "none"})[0], net)
 
 
-# What lies beside the weights
+# Sidecars
 
 
 JUNK = st.sampled_from([None, -1, 0, 3.5, "", "junk", [], [1], {}, {"a": 1}, True, [[]], 10**9])
@@ -371,65 +375,65 @@ JUNK = st.sampled_from([None, -1, 0, 3.5, "", "junk", [], [1], {}, {"a": 1}, Tru
 
 @settings(max_examples=60)
 @given(data=st.data(), to=st.sampled_from(["vitrail", "timm", "huggingface"]))
-def test_whatever_is_written_in_a_sidecar_there_is_a_network_or_a_sentence(
+def test_any_sidecar_content_gives_the_network_or_a_vitrail_error(
     data: st.DataObject, to: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("junk")
-    net, info = made(TINY)
+    net, info = make_model(TINY)
     checkpoint.write(net, info, folder / "model", to=to)
     name = data.draw(st.sampled_from(sorted(f.name for f in (folder / "model").glob("*.json"))))
     values = json.loads((folder / "model" / name).read_text())
-    holder: Any = values
+    node: Any = values
     for _ in range(3):
-        key = data.draw(st.sampled_from(sorted(holder)))
-        if not (isinstance(holder[key], dict) and holder[key] and data.draw(st.booleans())):
+        key = data.draw(st.sampled_from(sorted(node)))
+        if not (isinstance(node[key], dict) and node[key] and data.draw(st.booleans())):
             break
-        holder = holder[key]
-    holder[key] = data.draw(JUNK)
+        node = node[key]
+    node[key] = data.draw(JUNK)
     (folder / "model" / name).write_text(json.dumps(data.draw(st.sampled_from([values, values, values, [], 7]))))
-    if to == "vitrail":  # the header goes first
-        rewritten_without_header(folder / "model" / "model.safetensors")
+    if to == "vitrail":  # the header takes precedence over config.json
+        remove_header(folder / "model" / "model.safetensors")
     with suppress(VitrailError):
-        assert same(checkpoint.read(folder / "model")[0], net)
+        assert same_weights(checkpoint.read(folder / "model")[0], net)
     shutil.rmtree(folder)
 
 
 TINY = ViTConfig(image_size=8, patch_size=4, width=8, depth=1, num_heads=2, mlp_dim=8, num_classes=3, activation="gelu")
 
 
-def rewritten_without_header(path: Path) -> None:
+def remove_header(path: Path) -> None:
     save_file(tensors_of(path), path)
 
 
-def test_a_damaged_header_is_a_sentence(tmp_path: Path) -> None:
-    _, path = written("timm", tmp_path)
+def test_damaged_header_is_a_checkpoint_error(tmp_path: Path) -> None:
+    _, path = write_checkpoint("timm", tmp_path)
     save_file(tensors_of(path), path, {"format": "pt", "config.json": "{"})
     with pytest.raises(CheckpointError, match="its header is damaged"):
         checkpoint.read(path)
     save_file(tensors_of(path), path, {"format": "pt", "config.json": "[1]"})
-    checkpoint.read(path)  # nothing that timm would have written
+    checkpoint.read(path)  # metadata that timm does not write is ignored
 
 
 # Memory
 
 
 @pytest.mark.parametrize("to", ["vitrail", "timm", "torchvision", "facebook"])
-def test_parameters_are_the_files_own_memory(to: str, tmp_path: Path) -> None:
-    """Every parameter lies in one of the storages that the file was mapped to."""
-    net, info = made(TORCH)
+def test_parameters_share_memory_with_the_mapped_file(to: str, tmp_path: Path) -> None:
+    """Every parameter lies in a memory mapping of the file."""
+    net, info = make_model(TORCH)
     name = "model.safetensors" if to in ("vitrail", "timm") else "model.pth"
     checkpoint.write(net, info, tmp_path / name, to=to)
-    read, _ = checkpoint.read(tmp_path / name)
+    loaded, _ = checkpoint.read(tmp_path / name)
     maps = Path("/proc/self/maps")
     if not maps.exists():
         pytest.skip("needs /proc")
     ranges = [line.split()[0] for line in maps.read_text().splitlines() if line.endswith(str(tmp_path / name))]
     spans = [tuple(int(part, 16) for part in span.split("-")) for span in ranges]
-    for parameter_name, parameter in read.named_parameters():
+    for parameter_name, parameter in loaded.named_parameters():
         start = parameter.data_ptr()
         assert any(low <= start and start + parameter.nbytes <= high for low, high in spans), parameter_name
     before = (tmp_path / name).read_bytes()
     with torch.no_grad():
-        for parameter in read.parameters():
+        for parameter in loaded.parameters():
             parameter.zero_()
-    assert (tmp_path / name).read_bytes() == before, "writing changes a private copy"
+    assert (tmp_path / name).read_bytes() == before, "the mapping is private: writes do not reach the file"

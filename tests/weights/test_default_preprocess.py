@@ -22,10 +22,10 @@ from vitrail.weights.model_info import ModelInfo, default_preprocess
 from vitrail.weights.timm import TIMM_FORMAT
 from vitrail.weights.writers import write_torch
 
-# Family, size -> short side, filter, mean of the first channel: from each project's own evaluation code.
-# DeiT: int(size / 0.875). DeiT-III: no margin. MAE: 0.875 up to 224, then no margin. DINO, DINOv2: 256, 224.
-# CLIP: the short side is the crop. big_vision: resize_small(256), central_crop(224).
-USUAL = {
+# (family, image size) -> (resize_to, interpolation, mean of the first channel), from each project's evaluation code.
+# DeiT: int(size / 0.875). DeiT-III: crop ratio 1. MAE: 0.875 up to 224, then 1. DINO, DINOv2: 256, 224.
+# CLIP: crop ratio 1. big_vision: resize_small(256), central_crop(224).
+DEFAULTS = {
     ("DeiT", 224): (256, "bicubic", 0.485),
     ("DeiT", 384): (438, "bicubic", 0.485),
     ("DeiT3", 224): (224, "bicubic", 0.485),
@@ -41,26 +41,26 @@ USUAL = {
 }
 
 
-@pytest.mark.parametrize(("family", "size"), USUAL)
-def test_each_family_prepares_images_as_its_own_code_does(family: str, size: int) -> None:
-    usual = default_preprocess(family, ViTConfig(image_size=size, patch_size=16 if size % 16 == 0 else 14))
-    assert (usual.resize_to, usual.interpolation, usual.mean[0]) == USUAL[family, size]
-    assert usual.image_size == (size, size)
+@pytest.mark.parametrize(("family", "size"), DEFAULTS)
+def test_default_preprocessing_matches_the_code_of_each_family(family: str, size: int) -> None:
+    preprocess = default_preprocess(family, ViTConfig(image_size=size, patch_size=16 if size % 16 == 0 else 14))
+    assert (preprocess.resize_to, preprocess.interpolation, preprocess.mean[0]) == DEFAULTS[family, size]
+    assert preprocess.image_size == (size, size)
 
 
-def test_dinov2_is_evaluated_at_224_whatever_its_positions_are_for() -> None:
-    usual = default_preprocess("DINOv2", parse_name("DINOv2-S/14"))
-    assert (usual.image_size, usual.resize_to) == ((224, 224), 256)
+def test_dinov2_default_image_size_is_224() -> None:
+    preprocess = default_preprocess("DINOv2", parse_name("DINOv2-S/14"))
+    assert (preprocess.image_size, preprocess.resize_to) == ((224, 224), 256)
 
 
-def test_timm_keeps_nine_tenths_at_224_and_everything_at_384() -> None:
+def test_timm_default_crop_ratio_is_0_9_at_224_and_1_at_384() -> None:
     assert default_preprocess("ViT", ViTConfig(image_size=224), "timm").resize_to == 248
     assert default_preprocess("ViT", ViTConfig(image_size=384), "timm").resize_to == 384
 
 
 @pytest.mark.peer
-def test_what_timms_tags_say_is_followed_to_the_bit() -> None:
-    """Every way of resizing, cropping and normalizing among timm's ViT tags, on a real image."""
+def test_preprocessing_matches_timm_for_every_tag() -> None:
+    """Every distinct preprocessing among timm's ViT tags, on a real image."""
     timm = import_peer("timm")
     image = Image.fromarray(load_sample_image("china.jpg")[:301, :400])
     seen = set()
@@ -69,61 +69,61 @@ def test_what_timms_tags_say_is_followed_to_the_bit() -> None:
     for name in [*names, *timm.list_models("resnetv2*_bit*", pretrained=True)]:
         cfg = timm.models.get_pretrained_cfg(name)
         data = timm.data.resolve_data_config({}, pretrained_cfg=cfg.to_dict())
-        how = tuple(sorted((k, str(v)) for k, v in data.items()))
-        if how in seen:
+        settings = tuple(sorted((k, str(v)) for k, v in data.items()))
+        if settings in seen:
             continue
-        seen.add(how)
+        seen.add(settings)
         size = data["input_size"][1:]
         config = SimpleNamespace(image_size=size, channels=3)
-        stated = timm_config.TimmConfig(arch=name, pretrained_cfg=cfg.to_dict())
-        ours, from_file = stated.preprocess(config, PreprocessConfig())  # type: ignore[arg-type]
+        timm_cfg = timm_config.TimmConfig(arch=name, pretrained_cfg=cfg.to_dict())
+        ours, from_file = timm_cfg.preprocess(config, PreprocessConfig())  # type: ignore[arg-type]
         assert from_file, name
         theirs = timm.data.create_transform(**data)(image)
         assert torch.allclose(Preprocess(ours).prepare(image), theirs, atol=1e-6), name
     assert len(seen) > 15
 
 
-def test_area_is_the_mean_of_what_lies_under_a_pixel() -> None:
+def test_area_interpolation_averages_the_source_area_of_each_pixel() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (50, 37, 3), dtype=np.uint8)
     config = PreprocessConfig(
         image_size=(16, 16), resize="short", resize_to=20, interpolation="area", crop_rounding="floor"
     )
-    got = Preprocess(config).pixels(pixels)
+    resized = Preprocess(config).pixels(pixels)
     height, width = round(20 * 50 / 37), 20
-    whole = np.zeros((height, width, 3))
+    full = np.zeros((height, width, 3))
     for y in range(height):
         for x in range(width):
             top, left = y * 50 / height, x * 37 / width
             total = np.zeros(3)
             for j in range(int(top), min(int(np.ceil(top + 50 / height)), 50)):
                 for i in range(int(left), min(int(np.ceil(left + 37 / width)), 37)):
-                    tall = min(j + 1, top + 50 / height) - max(j, top)
-                    wide = min(i + 1, left + 37 / width) - max(i, left)
-                    total += tall * wide * pixels[j, i]
-            whole[y, x] = total / (50 / height * 37 / width)
-    first = (height - 16) // 2, (width - 16) // 2
-    expected = whole[first[0] : first[0] + 16, first[1] : first[1] + 16]
-    assert got.dtype == np.uint8
-    assert np.abs(got - np.floor(expected + 1e-4)).max() <= 1
-    assert (got == np.floor(expected + 1e-4)).mean() > 0.99
+                    overlap_y = min(j + 1, top + 50 / height) - max(j, top)
+                    overlap_x = min(i + 1, left + 37 / width) - max(i, left)
+                    total += overlap_y * overlap_x * pixels[j, i]
+            full[y, x] = total / (50 / height * 37 / width)
+    start = (height - 16) // 2, (width - 16) // 2
+    expected = full[start[0] : start[0] + 16, start[1] : start[1] + 16]
+    assert resized.dtype == np.uint8
+    assert np.abs(resized - np.floor(expected + 1e-4)).max() <= 1
+    assert (resized == np.floor(expected + 1e-4)).mean() > 0.99
 
 
-def test_saying_the_family_that_was_found_changes_nothing(tmp_path: Path) -> None:
+def test_passing_the_detected_family_changes_nothing(tmp_path: Path) -> None:
     config = ViTConfig(
         image_size=224, patch_size=16, width=192, depth=1, num_heads=3, mlp_dim=768, num_classes=5, activation="gelu"
     )
     net, path = randomized(ViT(config)), tmp_path / "bare.pth"
-    write_torch(path, TIMM_FORMAT.table(config).write(net.state_dict(), config))  # timm's names, nothing beside them
-    plain, stated = checkpoint.read(path)[1], checkpoint.read(path, family="vit")[1]
-    assert plain.preprocess.resize_to == 248
-    assert plain.replace(notes=()) == stated
-    assert len(plain.notes) == 1
-    assert "Pass --family NAME" in plain.notes[0]
-    other = checkpoint.read(path, family="DeiT")[1]
-    assert (other.preprocess.mean[0], other.preprocess.resize_to, other.config.resample) == (0.485, 256, "huggingface")
+    write_torch(path, TIMM_FORMAT.table(config).write(net.state_dict(), config))  # timm's names, without sidecars
+    detected, passed = checkpoint.read(path)[1], checkpoint.read(path, family="vit")[1]
+    assert detected.preprocess.resize_to == 248
+    assert detected.replace(notes=()) == passed
+    assert len(detected.notes) == 1
+    assert "Pass --family NAME" in detected.notes[0]
+    deit = checkpoint.read(path, family="DeiT")[1]
+    assert (deit.preprocess.mean[0], deit.preprocess.resize_to, deit.config.resample) == (0.485, 256, "huggingface")
 
 
-def test_a_fine_tuned_clip_still_has_classes_after_timms_format(tmp_path: Path) -> None:
+def test_fine_tuned_clip_keeps_its_classes_in_timm_format(tmp_path: Path) -> None:
     config = parse_name("CLIP-B/32").replace(
         width=64, num_heads=1, mlp_dim=64, depth=1, num_classes=3, head_bias=True, image_size=64
     )
@@ -135,5 +135,5 @@ def test_a_fine_tuned_clip_still_has_classes_after_timms_format(tmp_path: Path) 
         task="classify",
     )
     checkpoint.write(randomized(ViT(config)), info, tmp_path / "clip", to="timm")
-    again = checkpoint.read(tmp_path / "clip")[1]
-    assert (again.task, again.labels) == ("classify", ("a", "b", "c"))
+    reloaded = checkpoint.read(tmp_path / "clip")[1]
+    assert (reloaded.task, reloaded.labels) == ("classify", ("a", "b", "c"))

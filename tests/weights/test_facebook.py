@@ -1,6 +1,6 @@
-"""Files in the published formats of DeiT, DeiT-III, MAE, DINO and DINOv2, against other libraries that read them.
+"""Files in the published formats of DeiT, DeiT-III, MAE, DINO and DINOv2, compared with other libraries that read them.
 
-Each file is built here under the names of the original code, with random weights.
+The files have the tensor names of the original code and random weights.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from facebook_files import (
     draw,
     mae,
     mae_finetuned,
-    mae_full,
+    mae_with_decoder,
     read,
-    training,
-    under,
+    training_checkpoint,
+    with_prefix,
 )
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -53,14 +53,14 @@ SIZES = {"embed_dim": D, "depth": DEPTH, "num_heads": HEADS}
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Networks this small are not faster on two cores, and are slower if one is busy."""
+    """Networks this small are not faster on two cores, and slower if one of them is busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def answer(net: nn.Module, size: int) -> Tensor:
+def outputs_for(net: nn.Module, size: int) -> Tensor:
     with torch.no_grad():
         return net(torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1)))
 
@@ -77,9 +77,9 @@ TIMM: dict[str, tuple[Callable[[], State], str, dict[str, Any]]] = {
     "MAE fine-tuned": (mae_finetuned, "vit_base_patch16_224", {"global_pool": "avg"}),
     "DINOv2": (dinov2, "vit_base_patch14_dinov2", {}),
     "DINOv2 with registers": (partial(dinov2, registers=4), "vit_base_patch14_reg4_dinov2", {}),
-    "DINOv2 g": (partial(dinov2, gated=344), "vit_giant_patch14_dinov2", {"mlp_ratio": 2 * 344 / D}),
+    "DINOv2 g": (partial(dinov2, swiglu_width=344), "vit_giant_patch14_dinov2", {"mlp_ratio": 2 * 344 / D}),
     "DINOv2 g with registers": (
-        partial(dinov2, registers=4, gated=344),
+        partial(dinov2, registers=4, swiglu_width=344),
         "vit_giant_patch14_reg4_dinov2",
         {"mlp_ratio": 2 * 344 / D},
     ),
@@ -88,10 +88,10 @@ TIMM: dict[str, tuple[Callable[[], State], str, dict[str, Any]]] = {
 
 @pytest.mark.peer
 @pytest.mark.parametrize(("make", "arch", "args"), TIMM.values(), ids=TIMM.keys())
-def test_the_same_numbers_as_timm_from_the_same_file(
+def test_outputs_match_timm_for_the_same_file(
     make: Callable[[], State], arch: str, args: dict[str, Any], tmp_path: Path
 ) -> None:
-    """timm's own loader reads Facebook's names too."""
+    """timm's loader reads the same file."""
     timm = import_peer("timm")
     module = timm.models.deit if arch.startswith("deit") else timm.models.vision_transformer
     adapt = {"adapt_layer_scale": True} if arch.startswith("deit3") else {}
@@ -103,29 +103,29 @@ def test_the_same_numbers_as_timm_from_the_same_file(
         theirs, str(tmp_path / "weights.pth"), strict=True, filter_fn=partial(module.checkpoint_filter_fn, **adapt)
     )
     assert pair(info.config.image_size) == (size, size)
-    assert relative(answer(net, size), answer(theirs, size)) <= 1e-5
+    assert relative(outputs_for(net, size), outputs_for(theirs, size)) <= 1e-5
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("gated", [0, 344])
+@pytest.mark.parametrize("swiglu_width", [0, 344])
 @pytest.mark.parametrize("registers", [0, 4])
-def test_the_same_numbers_as_transformers(registers: int, gated: int, tmp_path: Path) -> None:
+def test_dinov2_outputs_match_transformers(registers: int, swiglu_width: int, tmp_path: Path) -> None:
     transformers = import_peer("transformers")
-    state = dinov2(registers, gated)
+    state = dinov2(registers, swiglu_width)
     net, _ = read(state, tmp_path)
-    kind = "Dinov2WithRegisters" if registers else "Dinov2"
-    config = getattr(transformers, f"{kind}Config")(
+    prefix = "Dinov2WithRegisters" if registers else "Dinov2"
+    config = getattr(transformers, f"{prefix}Config")(
         hidden_size=D,
         num_hidden_layers=DEPTH,
         num_attention_heads=HEADS,
         image_size=70,
         patch_size=14,
-        use_swiglu_ffn=bool(gated),
+        use_swiglu_ffn=bool(swiglu_width),
         **({"num_register_tokens": registers} if registers else {}),
     )
     config.save_pretrained(tmp_path / "hub")
-    save_file(as_transformers(state), tmp_path / "hub" / "model.safetensors", {"format": "pt"})
-    theirs = getattr(transformers, f"{kind}Model").from_pretrained(tmp_path / "hub").eval()
+    save_file(rename_for_transformers(state), tmp_path / "hub" / "model.safetensors", {"format": "pt"})
+    theirs = getattr(transformers, f"{prefix}Model").from_pretrained(tmp_path / "hub").eval()
     images = torch.randn(2, 3, 70, 70)
     with torch.no_grad():
         tokens = theirs(images).last_hidden_state
@@ -135,8 +135,8 @@ def test_the_same_numbers_as_transformers(registers: int, gated: int, tmp_path: 
         )
 
 
-def as_transformers(state: State) -> State:
-    """DINOv2's names -> the Hub's."""
+def rename_for_transformers(state: State) -> State:
+    """Renames DINOv2's tensors as in the Hugging Face repositories."""
     names = {
         "cls_token": "embeddings.cls_token",
         "mask_token": "embeddings.mask_token",
@@ -152,27 +152,27 @@ def as_transformers(state: State) -> State:
     }
     result: State = {}
     for name, tensor in state.items():
-        for theirs, hubs in names.items():
-            name = name.replace(theirs, hubs)
+        for old, new in names.items():
+            name = name.replace(old, new)
         name = re.sub(r"^norm\.", "layernorm.", name)
         if "attn.qkv" in name:
-            for part, piece in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
-                result[name.replace("attn.qkv", f"attention.attention.{part}")] = piece.clone()
+            for part, tensor_part in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
+                result[name.replace("attn.qkv", f"attention.attention.{part}")] = tensor_part.clone()
         else:
             result[name] = tensor
     return result
 
 
-def facebooks_positions(position: Tensor, rows: int, columns: int, convention: str) -> Tensor:
-    """Their definitions: DINO and DINOv2 give the scale, a tenth of a patch too large; the others the size."""
+def original_resampling(position: Tensor, rows: int, columns: int, convention: str) -> Tensor:
+    """Resampling in the original code: DINO and DINOv2 pass a scale for 0.1 patches more, the others the size."""
     side = int(math.sqrt(position.shape[1] - 1))
     square = position[:, 1:].float().reshape(1, side, side, -1).permute(0, 3, 1, 2)
-    how: dict[str, Any] = {"size": (rows, columns)}
+    options: dict[str, Any] = {"size": (rows, columns)}
     if convention == "scale":
-        how = {"scale_factor": ((rows + 0.1) / side, (columns + 0.1) / side)}
+        options = {"scale_factor": ((rows + 0.1) / side, (columns + 0.1) / side)}
     elif convention == "antialias":
-        how["antialias"] = True
-    resized = F.interpolate(square, mode="bicubic", align_corners=False, **how)
+        options["antialias"] = True
+    resized = F.interpolate(square, mode="bicubic", align_corners=False, **options)
     assert resized.shape[-2:] == (rows, columns)
     return torch.cat([position[:, :1], resized.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)[0]
 
@@ -185,56 +185,56 @@ def facebooks_positions(position: Tensor, rows: int, columns: int, convention: s
         (partial(dinov2, registers=4), "antialias"),
         (dino, "scale"),
         (deit, "size"),
-        (mae_full, "size"),
+        (mae_with_decoder, "size"),
     ],
     ids=["DINOv2", "with registers", "DINO", "DeiT", "MAE"],
 )
-def test_positions_are_resized_as_their_code_does(
+def test_positions_are_resampled_as_in_the_original_code(
     make: Callable[[], State], convention: str, grid: tuple[int, int], tmp_path: Path
 ) -> None:
     state = make()
     net, _ = read({"model": state}, tmp_path)
-    expected = facebooks_positions(state["pos_embed"], *grid, convention)  # class token, patches
-    got = net.positions[0](grid, expected)  # class token, registers, patches
+    expected = original_resampling(state["pos_embed"], *grid, convention)  # class token, patches
+    positions = net.positions[0](grid, expected)  # class token, registers, patches
     registers = net.config.num_registers
-    assert torch.equal(got[:1], expected[:1])
-    assert not got[1 : 1 + registers].any()
-    assert (got[1 + registers :] - expected[1:]).abs().max() <= 1e-6
+    assert torch.equal(positions[:1], expected[:1])
+    assert not positions[1 : 1 + registers].any()
+    assert (positions[1 + registers :] - expected[1:]).abs().max() <= 1e-6
     size = tuple(n * side for n, side in zip(grid, pair(net.config.patch_size), strict=True))
-    large = net.resized((size[0], size[1]))
-    assert (large.positions[0].table.flatten(0, 1) - expected[1:]).abs().max() <= 1e-6
+    resized = net.resized((size[0], size[1]))
+    assert (resized.positions[0].table.flatten(0, 1) - expected[1:]).abs().max() <= 1e-6
     images = torch.randn(1, 3, *size)
     with torch.no_grad():
-        assert relative(net(images), large(images)) <= 1e-6
+        assert relative(net(images), resized(images)) <= 1e-6
 
 
 # Checkpoints with more than the weights
 
 
-def test_a_training_file_of_deit_is_read_with_the_arguments_in_it(tmp_path: Path) -> None:
+def test_deit_training_checkpoint_is_read_with_its_arguments(tmp_path: Path) -> None:
     state = deit()
-    net, info = read(training(state, model="deit_tiny_patch16_224", lr=5e-4), tmp_path, "checkpoint.pth")
-    assert info.family == "DeiT", "the arguments name the model, the file does not"
+    net, info = read(training_checkpoint(state, model="deit_tiny_patch16_224", lr=5e-4), tmp_path, "checkpoint.pth")
+    assert info.family == "DeiT", "the family comes from the arguments, not the file name"
     assert "read 'model' of model, optimizer" in info.notes
     assert torch.equal(net.head.weight, state["head.weight"])
 
 
-def test_a_training_file_of_mae_is_read_with_the_arguments_in_it(tmp_path: Path) -> None:
-    _, info = read(training(mae(), model="mae_vit_base_patch16"), tmp_path, "checkpoint-799.pth")
+def test_mae_training_checkpoint_is_read_with_its_arguments(tmp_path: Path) -> None:
+    _, info = read(training_checkpoint(mae(), model="mae_vit_base_patch16"), tmp_path, "checkpoint-799.pth")
     assert (info.family, info.task) == ("MAE", "embed")
 
 
-def test_dinos_teacher_is_read_unless_the_student_is_asked_for(tmp_path: Path) -> None:
+def test_dino_teacher_is_read_unless_the_section_is_student(tmp_path: Path) -> None:
     teacher, student = dino(), dino()
-    whole = {
-        "student": under("module.", under("backbone.", student) | dino_head()),
-        "teacher": under("backbone.", teacher) | dino_head(),
+    training_file = {
+        "student": with_prefix("module.", with_prefix("backbone.", student) | dino_head()),
+        "teacher": with_prefix("backbone.", teacher) | dino_head(),
         "optimizer": {"state": {0: {"exp_avg": draw(3)}}},
         "epoch": 100,
         "args": argparse.Namespace(arch="deit_small", teacher_temp=0.07),
         "dino_loss": {"center": draw(1, 50)},
     }
-    net, info = read(whole, tmp_path, "full_checkpoint.pth")
+    net, info = read(training_file, tmp_path, "full_checkpoint.pth")
     assert torch.equal(net.class_token, teacher["cls_token"].flatten())
     assert (info.family, info.task, info.config.resample) == ("DINO", "embed", "dinov2")
     assert info.notes == (
@@ -248,42 +248,46 @@ def test_dinos_teacher_is_read_unless_the_student_is_asked_for(tmp_path: Path) -
     assert "removed 'module.' from every name" in info.notes
 
 
-@pytest.mark.parametrize("make", [dinov2, partial(dinov2, registers=4), partial(dinov2, gated=344)])
+@pytest.mark.parametrize("make", [dinov2, partial(dinov2, registers=4), partial(dinov2, swiglu_width=344)])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_dinov2s_training_file_is_the_same_network(make: Callable[[], State], chunks: int, tmp_path: Path) -> None:
+def test_dinov2_training_checkpoint_gives_the_same_network(
+    make: Callable[[], State], chunks: int, tmp_path: Path
+) -> None:
     state = make()
-    plain, _ = read(state, tmp_path)
+    released, _ = read(state, tmp_path)
     heads = dino_head("dino_head") | dino_head("ibot_head")
-    net, info = read({"teacher": under("backbone.", chunked(state, chunks)) | heads}, tmp_path, "teacher.pth")
+    net, info = read({"teacher": with_prefix("backbone.", chunked(state, chunks)) | heads}, tmp_path, "teacher.pth")
     assert info.family == "DINOv2"
-    assert plain.config == net.config
-    for name, tensor in plain.state_dict().items():
+    assert released.config == net.config
+    for name, tensor in released.state_dict().items():
         assert torch.equal(net.state_dict()[name], tensor), name
 
 
-def test_strangers_beside_a_backbone_are_an_error(tmp_path: Path) -> None:
+def test_unknown_tensors_outside_the_backbone_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"facebook.*unexpected outside 'backbone\.': projector\.weight"):
-        read(under("backbone.", dinov2()) | {"projector.weight": draw(2, 2)}, tmp_path)
+        read(with_prefix("backbone.", dinov2()) | {"projector.weight": draw(2, 2)}, tmp_path)
 
 
 # Writing
 
 
-WRITTEN = {**{name: make for name, (make, *_) in TIMM.items()}, "MAE with its decoder": mae_full}
+WRITTEN = {**{name: make for name, (make, *_) in TIMM.items()}, "MAE with its decoder": mae_with_decoder}
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_is_written_has_their_names_and_tensors(name: str, tmp_path: Path) -> None:
+def test_written_file_has_the_original_names_and_tensors(name: str, tmp_path: Path) -> None:
     state = WRITTEN[name]()
     net, info = read(state, tmp_path, family="DeiT3" if name == "DeiT-III" else None)
     checkpoint.write(net, info, tmp_path / "again.pth", to="facebook")
-    again = torch.load(tmp_path / "again.pth", weights_only=True)
-    kept = {n for n in state if not n.startswith("decoder_")} - ({"mask_token"} if name.startswith("MAE") else set())
-    assert set(again) == kept
-    for part in kept - {"mask_token"}:
-        assert torch.equal(again[part], state[part]), part
-    if "mask_token" in kept:
-        assert again["mask_token"].shape == state["mask_token"].shape, "what their code has, it finds"
+    rewritten = torch.load(tmp_path / "again.pth", weights_only=True)
+    expected_names = {n for n in state if not n.startswith("decoder_")} - (
+        {"mask_token"} if name.startswith("MAE") else set()
+    )
+    assert set(rewritten) == expected_names
+    for tensor_name in expected_names - {"mask_token"}:
+        assert torch.equal(rewritten[tensor_name], state[tensor_name]), tensor_name
+    if "mask_token" in expected_names:
+        assert rewritten["mask_token"].shape == state["mask_token"].shape, "the original code expects the mask token"
 
 
 PLAIN: dict[str, Any] = {
@@ -299,7 +303,7 @@ DINOV2: dict[str, Any] = PLAIN | {"num_classes": 0, "layer_scale": 1e-5}
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "message"),
     [
         (PLAIN | {"pool": "gap"}, "pool='gap' after the norm"),
         (PLAIN | {"pool_norm": "none"}, "without a final norm"),
@@ -319,10 +323,12 @@ DINOV2: dict[str, Any] = PLAIN | {"num_classes": 0, "layer_scale": 1e-5}
         (PLAIN | {"norm_eps": 1e-5}, "epsilon of 1e-05"),
     ],
 )
-def test_what_their_code_would_not_load_is_refused(options: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_config_that_the_original_code_cannot_load_is_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     config = ViTConfig(**options)
     info = ModelInfo(config=config, preprocess=default_preprocess("DeiT", config))
-    with pytest.raises(ConversionError, match=named):
+    with pytest.raises(ConversionError, match=message):
         checkpoint.write(ViT(config), info, tmp_path / "x.pth", to="facebook")
     assert list(tmp_path.iterdir()) == []
 
@@ -330,7 +336,7 @@ def test_what_their_code_would_not_load_is_refused(options: dict[str, Any], name
 # Files that do not fit
 
 
-def test_leftovers_and_gaps_are_listed_with_the_code_base(tmp_path: Path) -> None:
+def test_missing_and_unexpected_tensors_are_listed_with_the_codebase(tmp_path: Path) -> None:
     state = dinov2()
     state["blocks.0.hat"] = draw(3)
     del state["blocks.1.norm2.bias"]
@@ -338,10 +344,8 @@ def test_leftovers_and_gaps_are_listed_with_the_code_base(tmp_path: Path) -> Non
         read(state, tmp_path)
 
 
-@pytest.mark.parametrize("make", [deit, deit_distilled, deit3, dinov2, mae_full, mae_finetuned])
-def test_without_any_one_of_its_tensors_a_file_is_an_error_that_names_it(
-    make: Callable[[], State], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("make", [deit, deit_distilled, deit3, dinov2, mae_with_decoder, mae_finetuned])
+def test_each_missing_tensor_is_an_error_that_names_it(make: Callable[[], State], tmp_path: Path) -> None:
     state = make()
     for name in state:
         if name == "mask_token" or name.startswith("decoder_"):
@@ -349,17 +353,17 @@ def test_without_any_one_of_its_tensors_a_file_is_an_error_that_names_it(
         with pytest.raises(FormatError) as error:
             read({n: t for n, t in state.items() if n != name}, tmp_path, family="DeiT3" if make is deit3 else None)
         message = str(error.value)
-        token = name.endswith("_token") and ("special tokens" in message or "unexpected" in message)
-        assert name in message or token or (name == "pos_embed" and "this is RoPE-ViT" in message), (name, message)
+        is_token = name.endswith("_token") and ("special tokens" in message or "unexpected" in message)
+        assert name in message or is_token or (name == "pos_embed" and "this is RoPE-ViT" in message), (name, message)
 
 
-def test_beit_is_told_apart(tmp_path: Path) -> None:
+def test_beit_is_refused_by_name(tmp_path: Path) -> None:
     tables = {f"blocks.{i}.attn.relative_position_bias_table": draw(9, HEADS) for i in range(DEPTH)}
     with pytest.raises(FormatError, match=r"this is BEiT, .* which vitrail does not support"):
         read(deit3() | tables | {"mask_token": draw(1, 1, D)}, tmp_path)
 
 
-def test_a_config_that_names_a_model_decides_and_is_named_where_it_does_not_fit(tmp_path: Path) -> None:
+def test_config_json_that_names_another_model_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224"}))
     with pytest.raises(FormatError, match=r"config\.json names timm's vit_tiny_patch16_224; if that file belongs"):
         read(dinov2(), tmp_path)

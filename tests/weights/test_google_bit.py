@@ -1,4 +1,4 @@
-"""BiT files: outputs of big_vision's code, the paper's names, and timm's reader."""
+"""BiT files: outputs of big_vision's code, the paper's tensor names, and reading with timm."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def config_from_name(to: str, **changes: Any) -> BiTConfig:
     return SMALL.replace(root_pad=PADS[to], **changes)
 
 
-def written(config: BiTConfig, path: Path, to: str) -> BiT:
+def write_random_network(config: BiTConfig, path: Path, to: str) -> BiT:
     net = randomized(build(config))
     checkpoint.write(net, ModelInfo(config=config, preprocess=FAMILIES["BiT"].preprocess, family="BiT"), path, to=to)
     assert isinstance(net, BiT)
     return net
 
 
-def same_weights(net: BiT, other: BiT) -> None:
-    ours, theirs = net.state_dict(), other.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert torch.equal(theirs[name], value), name
+def assert_same_weights(expected: BiT, actual: BiT) -> None:
+    expected_state, actual_state = expected.state_dict(), actual.state_dict()
+    assert expected_state.keys() == actual_state.keys()
+    for name, value in expected_state.items():
+        assert torch.equal(actual_state[name], value), name
 
 
-def test_outputs_are_big_visions() -> None:
+def test_outputs_match_big_vision() -> None:
     net, info = checkpoint.read(golden("bigvision_bit_small.npz"))
     values = np.load(golden("bigvision_bit_small_io.npz"))
     assert info.config == BiTConfig(
@@ -54,39 +54,39 @@ def test_outputs_are_big_visions() -> None:
     assert relative(logits, torch.from_numpy(values["logits"])) <= 1e-5
 
 
-def test_what_is_written_is_what_was_read(tmp_path: Path) -> None:
+def test_writing_inverts_reading(tmp_path: Path) -> None:
     net, info = checkpoint.read(golden("bigvision_bit_small.npz"))
     checkpoint.write(net, info, tmp_path / "again.npz", to="big_vision")
-    again, expected = np.load(tmp_path / "again.npz"), np.load(golden("bigvision_bit_small.npz"))
-    assert set(again.files) == set(expected.files)
+    reloaded, expected = np.load(tmp_path / "again.npz"), np.load(golden("bigvision_bit_small.npz"))
+    assert set(reloaded.files) == set(expected.files)
     for name in expected.files:
-        np.testing.assert_array_equal(again[name], expected[name], err_msg=name, strict=True)
+        np.testing.assert_array_equal(reloaded[name], expected[name], err_msg=name, strict=True)
 
 
 @pytest.mark.parametrize("to", PADS)
 def test_reading_inverts_writing(to: str, tmp_path: Path) -> None:
-    net = written(config_from_name(to), tmp_path / "net.npz", to)
-    again, info = checkpoint.read(tmp_path / "net.npz")
+    net = write_random_network(config_from_name(to), tmp_path / "net.npz", to)
+    reloaded, info = checkpoint.read(tmp_path / "net.npz")
     assert info.config == net.config
-    same_weights(net, again)
+    assert_same_weights(net, reloaded)
 
 
-def test_between_the_two_formats_only_the_border_of_the_first_pool_differs(tmp_path: Path) -> None:
-    net = written(config_from_name("google"), tmp_path / "paper.npz", "google")
+def test_google_and_big_vision_formats_differ_only_in_root_padding(tmp_path: Path) -> None:
+    net = write_random_network(config_from_name("google"), tmp_path / "paper.npz", "google")
     _, info = checkpoint.read(tmp_path / "paper.npz")
     with pytest.raises(ConversionError, match="root_pad='zero'"):
         checkpoint.write(net, info, tmp_path / "big.npz", to="big_vision")
     checkpoint.write(net, info, tmp_path / "big.npz", to="big_vision", approximate=True)
-    again, info = checkpoint.read(tmp_path / "big.npz")
-    same_weights(net, again)
-    checkpoint.write(again, info, tmp_path / "back.npz", to="google", approximate=True)
+    reloaded, info = checkpoint.read(tmp_path / "big.npz")
+    assert_same_weights(net, reloaded)
+    checkpoint.write(reloaded, info, tmp_path / "back.npz", to="google", approximate=True)
     first, last = np.load(tmp_path / "paper.npz"), np.load(tmp_path / "back.npz")
     assert set(first.files) == set(last.files)
     assert all(np.array_equal(first[name], last[name]) for name in first.files)
 
 
-def test_the_papers_names_and_shapes(tmp_path: Path) -> None:
-    written(config_from_name("google"), tmp_path / "net.npz", "google")
+def test_google_files_have_the_papers_names_and_shapes(tmp_path: Path) -> None:
+    write_random_network(config_from_name("google"), tmp_path / "net.npz", "google")
     shapes = {name: array.shape for name, array in np.load(tmp_path / "net.npz").items()}
     expected = {
         "resnet/root_block/standardized_conv2d/kernel": (7, 7, 3, 32),
@@ -103,29 +103,31 @@ def test_the_papers_names_and_shapes(tmp_path: Path) -> None:
     assert len(shapes) == 1 + 3 * 9 + 2 + 2 + 2  # root, units, projections, norm, head
 
 
-def test_convolutions_with_numbers_in_their_names_are_read(tmp_path: Path) -> None:
-    net = written(config_from_name("google"), tmp_path / "net.npz", "google")
-    odd = {re.sub(r"/([abc])/stand(\w+)/", r"/\1/stand\2_3/", k): v for k, v in np.load(tmp_path / "net.npz").items()}
-    assert any("standardized_conv2d_3" in name for name in odd)
-    np.savez(tmp_path / "odd.npz", **odd)
-    same_weights(net, checkpoint.read(tmp_path / "odd.npz")[0])
+def test_numbered_convolution_names_are_read(tmp_path: Path) -> None:
+    net = write_random_network(config_from_name("google"), tmp_path / "net.npz", "google")
+    numbered = {
+        re.sub(r"/([abc])/stand(\w+)/", r"/\1/stand\2_3/", k): v for k, v in np.load(tmp_path / "net.npz").items()
+    }
+    assert any("standardized_conv2d_3" in name for name in numbered)
+    np.savez(tmp_path / "odd.npz", **numbered)
+    assert_same_weights(net, checkpoint.read(tmp_path / "odd.npz")[0])
 
 
 @pytest.mark.parametrize("to", PADS)
-def test_other_channels_and_no_head(to: str, tmp_path: Path) -> None:
-    net = written(config_from_name(to, channels=1, num_classes=0), tmp_path / "net.npz", to)
-    again, info = checkpoint.read(tmp_path / "net.npz")
+def test_one_channel_without_a_head_round_trips(to: str, tmp_path: Path) -> None:
+    net = write_random_network(config_from_name(to, channels=1, num_classes=0), tmp_path / "net.npz", to)
+    reloaded, info = checkpoint.read(tmp_path / "net.npz")
     assert (info.config, info.task) == (net.config, "embed")
     assert info.preprocess.channels == 1
-    same_weights(net, again)
+    assert_same_weights(net, reloaded)
 
 
-def test_an_optimizer_beside_the_network_is_passed_over(tmp_path: Path) -> None:
-    net = written(config_from_name("big_vision"), tmp_path / "net.npz", "big_vision")
+def test_optimizer_state_is_ignored(tmp_path: Path) -> None:
+    net = write_random_network(config_from_name("big_vision"), tmp_path / "net.npz", "big_vision")
     params = dict(np.load(tmp_path / "net.npz"))
     moments = {name.replace("params", "opt/0/mu"): 0 * array for name, array in params.items()}
     np.savez(tmp_path / "all.npz", **params, **moments)
-    same_weights(net, checkpoint.read(tmp_path / "all.npz")[0])
+    assert_same_weights(net, checkpoint.read(tmp_path / "all.npz")[0])
 
 
 @pytest.mark.parametrize(
@@ -136,10 +138,10 @@ def test_an_optimizer_beside_the_network_is_passed_over(tmp_path: Path) -> None:
         ({"resnet/head/conv2d/kernel": np.zeros((256, 5))}, "expected 4 dimensions"),
     ],
 )
-def test_a_file_that_does_not_fit_is_an_error_that_says_where(
+def test_mismatched_file_is_an_error_that_names_the_tensor(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    written(config_from_name("google"), tmp_path / "net.npz", "google")
+    write_random_network(config_from_name("google"), tmp_path / "net.npz", "google")
     values = dict(np.load(tmp_path / "net.npz")) | change
     np.savez(tmp_path / "odd.npz", **{k: v for k, v in values.items() if v is not None})
     with pytest.raises(FormatError, match=message):
@@ -149,14 +151,14 @@ def test_a_file_that_does_not_fit_is_an_error_that_says_where(
 @pytest.mark.parametrize(
     ("options", "part"), [({"norm_eps": 1e-6}, "norm_eps=1e-06"), ({"standardize_eps": 1e-8}, "standardize_eps=1e-08")]
 )
-def test_a_convention_the_code_has_fixed_is_said(options: dict[str, Any], part: str) -> None:
+def test_inexact_convention_is_named(options: dict[str, Any], part: str) -> None:
     for to, form in [("google", google_bit.BIT_GOOGLE), ("big_vision", google_bit.BIT_BIG_VISION)]:
         info = ModelInfo(config=config_from_name(to, **options), preprocess=FAMILIES["BiT"].preprocess)
         assert form.inexact_conventions(info) == [part]
         assert form.unsupported_parts(info) == []
 
 
-def test_a_vision_transformer_is_no_bit() -> None:
+def test_vision_transformer_is_unsupported() -> None:
     info = ModelInfo(config=ViTConfig(), preprocess=FAMILIES["ViT"].preprocess)
     assert (
         google_bit.BIT_GOOGLE.unsupported_parts(info)
@@ -166,8 +168,8 @@ def test_a_vision_transformer_is_no_bit() -> None:
 
 
 @pytest.mark.peer
-def test_timm_reads_what_is_written(tmp_path: Path) -> None:
-    """With timm's epsilon, so that its logits can be compared too."""
+def test_timm_reads_a_written_file(tmp_path: Path) -> None:
+    """With timm's epsilon, so that the logits can be compared too."""
     timm = import_peer("timm")
     config = config_from_name("google", standardize_eps=1e-8)
     net, info = randomized(build(config)), ModelInfo(config=config, preprocess=FAMILIES["BiT"].preprocess)

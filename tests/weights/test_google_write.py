@@ -1,4 +1,4 @@
-"""Writing Google's files: unsupported parts, fixed conventions, and reading with timm."""
+"""Writing Google's files: unsupported parts, inexact conventions, and reading with timm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vitrail.weights.model_info import ModelInfo
 
 SMALL = ViTConfig(image_size=32, patch_size=8, width=64, depth=2, num_heads=4, mlp_dim=96, num_classes=5)
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
+UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("both", {"num_registers": 2}, "registers"),
     ("both", {"layer_scale": 0.1}, "LayerScale"),
     ("both", {"distilled": True}, "a distillation token"),
@@ -52,10 +52,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("to", "options", "part"), REFUSED, ids=lambda value: str(value))
-def test_what_a_format_has_no_place_for_is_refused_by_name(
-    to: str, options: dict[str, Any], part: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("to", "options", "part"), UNSUPPORTED, ids=lambda value: str(value))
+def test_unsupported_part_is_refused_by_name(to: str, options: dict[str, Any], part: str, tmp_path: Path) -> None:
     config = SMALL.replace(**options)
     info = ModelInfo(config=config, preprocess=FAMILIES["ViT"].preprocess)
     for name in ("google", "big_vision") if to == "both" else (to,):
@@ -80,34 +78,32 @@ def test_what_a_format_has_no_place_for_is_refused_by_name(
         ),
     ],
 )
-def test_a_convention_the_code_has_fixed_is_written_only_when_told(
-    options: dict[str, Any], part: str, tmp_path: Path
-) -> None:
+def test_inexact_convention_requires_approximate(options: dict[str, Any], part: str, tmp_path: Path) -> None:
     config = SMALL.replace(**options)
     info, net = ModelInfo(config=config, preprocess=FAMILIES["ViT"].preprocess), build(config, seed=0)
     with pytest.raises(ConversionError, match=re.escape(part)):
         checkpoint.write(net, info, tmp_path / "net.npz", to="google")
     checkpoint.write(net, info, tmp_path / "net.npz", to="google", approximate=True)
-    again, _ = checkpoint.read(tmp_path / "net.npz")
+    reloaded, _ = checkpoint.read(tmp_path / "net.npz")
     for name, value in net.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
+        assert torch.equal(reloaded.state_dict()[name], value), name
 
 
-def test_what_loading_does_not_need_is_no_reason_to_refuse() -> None:
+def test_settings_that_do_not_affect_loading_do_not_prevent_writing() -> None:
     config = SMALL.replace(dropout=0.1, drop_path=0.2, resample="timm", pool_norm="after", head_bias_init=-10.0)
     google.GOOGLE.check_writable(ModelInfo(config=config, preprocess=FAMILIES["ViT"].preprocess))
 
 
-def test_a_bit_network_is_no_vit() -> None:
+def test_bit_network_is_unsupported() -> None:
     info = ModelInfo(config=BiTConfig(), preprocess=FAMILIES["BiT"].preprocess)
     for form in (google.GOOGLE, google.BIG_VISION):
         assert form.unsupported_parts(info) == ["a BiT ResNet"]
 
 
-# timm reads what is written
+# Reading with timm
 
 
-def written(config: ViTConfig, path: Path, to: str, approximate: bool = False) -> ViT:
+def write_random_network(config: ViTConfig, path: Path, to: str, approximate: bool = False) -> ViT:
     net, info = randomized(build(config)), ModelInfo(config=config, preprocess=FAMILIES["ViT"].preprocess)
     checkpoint.write(net, info, path, to=to, approximate=approximate)
     assert isinstance(net, ViT)
@@ -116,7 +112,7 @@ def written(config: ViTConfig, path: Path, to: str, approximate: bool = False) -
 
 @pytest.mark.peer
 @pytest.mark.parametrize(
-    ("to", "options", "theirs"),
+    ("to", "options", "timm_options"),
     [
         ("google", {}, {}),
         ("google", {"image_size": 48, "channels": 1}, {"img_size": 48, "in_chans": 1}),
@@ -129,12 +125,14 @@ def written(config: ViTConfig, path: Path, to: str, approximate: bool = False) -
         ("big_vision", {"pool": "map", "class_token": False}, {"global_pool": "map", "class_token": False}),
     ],
 )
-def test_timm_reads_what_is_written(to: str, options: dict[str, Any], theirs: dict[str, Any], tmp_path: Path) -> None:
+def test_timm_reads_a_written_file(
+    to: str, options: dict[str, Any], timm_options: dict[str, Any], tmp_path: Path
+) -> None:
     timm = import_peer("timm")
     config = SMALL.replace(**options)
-    net = written(config, tmp_path / "net.npz", to)
+    net = write_random_network(config, tmp_path / "net.npz", to)
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4, "mlp_ratio": 1.5}
-    model = timm.models.VisionTransformer(**sizes | {"num_classes": 5, "act_layer": "gelu_tanh"} | theirs).eval()
+    model = timm.models.VisionTransformer(**sizes | {"num_classes": 5, "act_layer": "gelu_tanh"} | timm_options).eval()
     model.load_pretrained(str(tmp_path / "net.npz"))
     images = torch.randn(2, config.channels, *pair(config.image_size))
     with torch.no_grad():
@@ -142,9 +140,11 @@ def test_timm_reads_what_is_written(to: str, options: dict[str, Any], theirs: di
 
 
 @pytest.mark.peer
-def test_timm_reads_a_size_of_the_paper(tmp_path: Path) -> None:
+def test_timm_reads_a_written_vit_tiny(tmp_path: Path) -> None:
     timm = import_peer("timm")
-    net = written(ViTConfig(width=192, num_heads=3, mlp_dim=768, num_classes=10), tmp_path / "net.npz", "google")
+    net = write_random_network(
+        ViTConfig(width=192, num_heads=3, mlp_dim=768, num_classes=10), tmp_path / "net.npz", "google"
+    )
     model = timm.create_model("vit_tiny_patch16_224", num_classes=10, act_layer="gelu_tanh").eval()
     model.load_pretrained(str(tmp_path / "net.npz"))
     images = torch.randn(1, 3, 224, 224)
@@ -153,9 +153,9 @@ def test_timm_reads_a_size_of_the_paper(tmp_path: Path) -> None:
 
 
 @pytest.mark.peer
-def test_timm_resizes_positions_of_these_files_by_the_convention_of_that_name(tmp_path: Path) -> None:
+def test_timm_npz_resampling_matches_timm_on_npz_files(tmp_path: Path) -> None:
     timm = import_peer("timm")
-    net = written(SMALL.replace(resample="timm-npz"), tmp_path / "net.npz", "google")
+    net = write_random_network(SMALL.replace(resample="timm-npz"), tmp_path / "net.npz", "google")
     sizes = {"img_size": (24, 56), "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4, "mlp_ratio": 1.5}
     model = timm.models.VisionTransformer(**sizes, num_classes=5, act_layer="gelu_tanh").eval()
     model.load_pretrained(str(tmp_path / "net.npz"))
@@ -166,8 +166,8 @@ def test_timm_resizes_positions_of_these_files_by_the_convention_of_that_name(tm
 
 @pytest.mark.peer
 @pytest.mark.parametrize("layers", [(1, 2), ()], ids=["two stages", "root alone"])
-def test_timm_reads_a_hybrid_that_is_written(layers: tuple[int, ...], tmp_path: Path) -> None:
-    """With timm's conventions in the stem, so that its logits can be compared too."""
+def test_timm_reads_a_written_hybrid(layers: tuple[int, ...], tmp_path: Path) -> None:
+    """With timm's conventions in the stem, so that the logits can be compared too."""
     timm = import_peer("timm")
     hybrid = timm.models.vision_transformer_hybrid
     convolution = partial(timm.layers.StdConv2dSame, eps=1e-8)
@@ -183,7 +183,7 @@ def test_timm_reads_a_hybrid_that_is_written(layers: tuple[int, ...], tmp_path: 
     model = timm.models.VisionTransformer(**sizes, num_classes=5, act_layer="gelu_tanh", embed_layer=embed).eval()
 
     stem = StemConfig(layers=layers, width_factor=0.5, norm_eps=1e-5, standardize="var", standardize_eps=1e-8)
-    net = written(
+    net = write_random_network(
         SMALL.replace(image_size=64, patch_size=2, stem=stem), tmp_path / "net.npz", "google", approximate=True
     )
     model.load_pretrained(str(tmp_path / "net.npz"))

@@ -1,6 +1,6 @@
-"""Hugging Face repositories against transformers: same outputs, same tensors, loaded by from_pretrained.
+"""Hugging Face repositories compared with transformers: equal outputs and tensors, loadable by from_pretrained.
 
-Every parameter is random, so that zeros hide no errors; networks are tiny except where size matters.
+Every parameter is random, so that zeros hide no errors. Networks are tiny except where size matters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from compare import randomized, relative
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers_peers import BARE, PEERS, VIT, Peer, first, logits, theirs, transformers
+from transformers_peers import NO_POOLER, PEERS, VIT, Peer, class_token, logits, peer_output, transformers
 
 from vitrail.config import ViTConfig, pair
 from vitrail.errors import FormatError
@@ -32,14 +32,14 @@ def random_images(height: int = 32, width: int = 32, count: int = 2) -> Tensor:
     return torch.randn(count, 3, height, width)
 
 
-def spelled(archive: Archive) -> Archive:
-    """Tensors under the names that the table uses."""
+def normalized(archive: Archive) -> Archive:
+    """The archive with its tensors renamed as in the rename table."""
     assert HUGGINGFACE.detect(archive) == ""
     return Archive(**{**vars(archive), "tensors": archive.tensors.rename(HUGGINGFACE.normalize_name)})
 
 
 def read(source: Path | Archive) -> tuple[Net, ModelInfo]:
-    archive = spelled(source if isinstance(source, Archive) else open_archive(source))
+    archive = normalized(source if isinstance(source, Archive) else open_archive(source))
     info = HUGGINGFACE.infer_info(archive)
     net = build(info.config, meta=True)
     net.load_state_dict(HUGGINGFACE.table(info.config).read(archive.tensors, net, info.config), assign=True)
@@ -52,18 +52,18 @@ def write(net: Net, info: ModelInfo, path: Path) -> None:
     HUGGINGFACE.write(path, HUGGINGFACE.table(info.config).write(net.state_dict(), info.config), info, False)
 
 
-def loaded(folder: Path, peer: Peer, kind: str | None = None) -> Any:
-    """Load with from_pretrained, which must find exactly the tensors it has."""
-    loader = getattr(transformers, kind or peer.reads_back or peer.model)
-    bare = peer.arguments or (BARE if peer.reads_back == "ViTModel" else {})
-    model, loading_info = loader.from_pretrained(folder, output_loading_info=True, **bare)
+def load_in_transformers(folder: Path, peer: Peer, class_name: str | None = None) -> Any:
+    """Loads with from_pretrained, without missing or unexpected tensors."""
+    loader = getattr(transformers, class_name or peer.written_class or peer.model)
+    pooler_args = peer.arguments or (NO_POOLER if peer.written_class == "ViTModel" else {})
+    model, loading_info = loader.from_pretrained(folder, output_loading_info=True, **pooler_args)
     assert not any(loading_info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), (
         loading_info
     )
     return model.eval()
 
 
-def size_of(info: ModelInfo) -> tuple[int, int]:
+def image_size_of(info: ModelInfo) -> tuple[int, int]:
     return pair(info.config.image_size) if isinstance(info.config, ViTConfig) else (32, 48)
 
 
@@ -91,17 +91,17 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @torch.no_grad()
-def test_the_same_numbers_and_again_after_writing(case: Converted) -> None:
-    images = random_images(*size_of(case.info))
-    expected = theirs(case.peer, case.model, images)
+def test_outputs_match_transformers_before_and_after_writing(case: Converted) -> None:
+    images = random_images(*image_size_of(case.info))
+    expected = peer_output(case.peer, case.model, images)
     assert relative(case.net(images), expected) <= 1e-5
-    again = loaded(case.ours, case.peer)
-    if "MAE" in type(again).__name__:
-        again.config.mask_ratio = 0.0
-    assert relative(case.peer.again(again(images)), expected) <= 1e-5
+    reloaded = load_in_transformers(case.ours, case.peer)
+    if "MAE" in type(reloaded).__name__:
+        reloaded.config.mask_ratio = 0.0
+    assert relative(case.peer.written_output(reloaded(images)), expected) <= 1e-5
 
 
-def test_the_same_tensors_after_writing(case: Converted) -> None:
+def test_written_tensors_equal_the_originals(case: Converted) -> None:
     before, after = (
         {HUGGINGFACE.normalize_name(n): t for n, t in load_file(folder / "model.safetensors").items()}
         for folder in (case.theirs, case.ours)
@@ -110,39 +110,39 @@ def test_the_same_tensors_after_writing(case: Converted) -> None:
         "embeddings.mask_token",
         *(("post_layernorm.",) if case.peer.model == "CLIPForImageClassification" else ()),
     )
-    network = [n for n in after if not n.startswith(unused)]
-    assert len(network) >= len(case.net.state_dict())
-    assert all(torch.equal(after[n], before[n]) for n in network)
-    again, _ = read(case.ours)
+    network_names = [n for n in after if not n.startswith(unused)]
+    assert len(network_names) >= len(case.net.state_dict())
+    assert all(torch.equal(after[n], before[n]) for n in network_names)
+    reloaded, _ = read(case.ours)
     assert all(
-        torch.equal(a, b) for a, b in zip(case.net.state_dict().values(), again.state_dict().values(), strict=True)
+        torch.equal(a, b) for a, b in zip(case.net.state_dict().values(), reloaded.state_dict().values(), strict=True)
     )
 
 
-def test_the_card_survives_writing_and_reading(case: Converted) -> None:
-    _, again = read(case.ours)
-    assert again.config == case.info.config
-    assert again.preprocess == case.info.preprocess
-    assert (again.task, again.labels) == (case.info.task, case.info.labels)
+def test_model_info_round_trips(case: Converted) -> None:
+    _, reloaded = read(case.ours)
+    assert reloaded.config == case.info.config
+    assert reloaded.preprocess == case.info.preprocess
+    assert (reloaded.task, reloaded.labels) == (case.info.task, case.info.labels)
 
 
-def test_auto_classes_find_the_class(case: Converted) -> None:
-    written = json.loads((case.ours / "config.json").read_text())["architectures"][0]
-    auto = "AutoModelForImageClassification" if "Classification" in written else "AutoModel"
-    if written != "CLIPVisionModelWithProjection":  # no auto class stands for it
-        assert type(loaded(case.ours, case.peer, auto)).__name__ == written
+def test_auto_classes_resolve_the_written_class(case: Converted) -> None:
+    class_name = json.loads((case.ours / "config.json").read_text())["architectures"][0]
+    auto_class = "AutoModelForImageClassification" if "Classification" in class_name else "AutoModel"
+    if class_name != "CLIPVisionModelWithProjection":  # it has no auto class
+        assert type(load_in_transformers(case.ours, case.peer, auto_class)).__name__ == class_name
 
 
-def test_names_in_memory_are_read_too(case: Converted, tmp_path: Path) -> None:
+def test_state_dict_names_are_read(case: Converted, tmp_path: Path) -> None:
     """`torch.save(model.state_dict())` has the names of transformers 5, `save_pretrained` the Hub's."""
     shutil.copy(case.theirs / "config.json", tmp_path)
     torch.save(case.model.state_dict(), tmp_path / "pytorch_model.bin")
-    memory, hub = read(tmp_path)[0].state_dict(), case.net.state_dict()
-    assert all(torch.equal(hub[n], memory[n]) for n in hub)
+    from_state_dict, from_repository = read(tmp_path)[0].state_dict(), case.net.state_dict()
+    assert all(torch.equal(from_repository[n], from_state_dict[n]) for n in from_repository)
 
 
 @torch.no_grad()
-def test_a_distillation_token_that_no_head_reads_is_a_register(tmp_path: Path) -> None:
+def test_unused_distillation_token_is_read_as_a_register(tmp_path: Path) -> None:
     peer = Peer("DeiTForImageClassification", "DeiTConfig", VIT, logits)
     model, images = peer.build(), random_images()
     model.save_pretrained(tmp_path / "theirs")
@@ -151,25 +151,27 @@ def test_a_distillation_token_that_no_head_reads_is_a_register(tmp_path: Path) -
     assert (info.config.num_registers, info.config.distilled) == (1, False)
     assert relative(net(images), model(images).logits) <= 1e-5
     write(net, info, tmp_path / "ours")
-    assert relative(loaded(tmp_path / "ours", peer)(images).logits, model(images).logits) <= 1e-5
-    again, _ = read(tmp_path / "ours")
-    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), again.state_dict().values(), strict=True))
+    assert relative(load_in_transformers(tmp_path / "ours", peer)(images).logits, model(images).logits) <= 1e-5
+    reloaded, _ = read(tmp_path / "ours")
+    assert all(
+        torch.equal(a, b) for a, b in zip(net.state_dict().values(), reloaded.state_dict().values(), strict=True)
+    )
 
 
-def test_a_bare_deit_leaves_its_pooler_aside(tmp_path: Path) -> None:
-    model = Peer("DeiTModel", "DeiTConfig", VIT, first).build()
+def test_pooler_of_a_headless_deit_is_ignored_with_a_note(tmp_path: Path) -> None:
+    model = Peer("DeiTModel", "DeiTConfig", VIT, class_token).build()
     model.save_pretrained(tmp_path / "theirs")
     net, info = read(tmp_path / "theirs")
     assert isinstance(info.config, ViTConfig)
     assert info.config.distilled
     assert any("pooler" in note for note in info.notes)
     write(net, info, tmp_path / "ours")
-    loaded(tmp_path / "ours", Peer("DeiTModel", "DeiTConfig", VIT, first, BARE))
+    load_in_transformers(tmp_path / "ours", Peer("DeiTModel", "DeiTConfig", VIT, class_token, NO_POOLER))
 
 
 @pytest.mark.parametrize(("width", "heads"), [(192, 3), (384, 6), (768, 12)], ids=["Ti", "S", "B"])
 @torch.no_grad()
-def test_published_sizes_at_224(width: int, heads: int) -> None:
+def test_published_sizes_match_transformers_at_224(width: int, heads: int) -> None:
     config = transformers.ViTConfig(
         hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width, num_labels=1000
     )
@@ -200,23 +202,23 @@ RESIZED = {
 
 @pytest.mark.parametrize("name", RESIZED)
 @torch.no_grad()
-def test_another_size_and_shape_resamples_as_transformers_does(name: str, tmp_path: Path) -> None:
+def test_resampling_to_another_size_matches_transformers(name: str, tmp_path: Path) -> None:
     peer = RESIZED[name]
     model = peer.build(attn_implementation="eager")
     model.save_pretrained(tmp_path)
     net, _ = read(tmp_path)
     images = random_images(48, 24)
-    asked = {} if name.startswith("dinov2") else {"interpolate_pos_encoding": True}
-    expected = model(images, output_hidden_states=True, output_attentions=True, **asked)
-    found = net.features(images, outputs=("logits", "tokens", "attention"))
-    assert found.logits is not None
-    assert found.tokens is not None
-    assert found.attention is not None
-    assert relative(found.logits, peer.answer(expected)) <= 1e-5
-    assert relative(net(images), peer.answer(expected)) <= 1e-5
-    for a, b in zip(found.tokens, expected.hidden_states, strict=True):
+    options = {} if name.startswith("dinov2") else {"interpolate_pos_encoding": True}
+    expected = model(images, output_hidden_states=True, output_attentions=True, **options)
+    output = net.features(images, outputs=("logits", "tokens", "attention"))
+    assert output.logits is not None
+    assert output.tokens is not None
+    assert output.attention is not None
+    assert relative(output.logits, peer.output(expected)) <= 1e-5
+    assert relative(net(images), peer.output(expected)) <= 1e-5
+    for a, b in zip(output.tokens, expected.hidden_states, strict=True):
         assert relative(a, b) <= 1e-5
-    for a, b in zip(found.attention, expected.attentions, strict=True):
+    for a, b in zip(output.attention, expected.attentions, strict=True):
         assert relative(a, b) <= 1e-5
 
 
@@ -224,36 +226,36 @@ def test_another_size_and_shape_resamples_as_transformers_does(name: str, tmp_pa
     "act", ["gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "quick_gelu"]
 )
 @torch.no_grad()
-def test_every_activation(act: str, tmp_path: Path) -> None:
+def test_every_activation_matches_transformers(act: str, tmp_path: Path) -> None:
     model = PEERS["vit"].build(hidden_act=act)
     model.save_pretrained(tmp_path)
     images = random_images()
     assert relative(read(tmp_path)[0](images), model(images).logits) <= 1e-5
 
 
-def test_class_names_travel_along(tmp_path: Path) -> None:
+def test_class_names_are_written_and_read_back(tmp_path: Path) -> None:
     PEERS["vit"].build().save_pretrained(tmp_path / "theirs")
     net, info = read(tmp_path / "theirs")
     names = ("cat", "dog", "owl", "elk", "ant")
     assert not info.multi_label
     write(net, info.replace(labels=names, multi_label=True), tmp_path / "ours")
-    again = read(tmp_path / "ours")[1]
-    assert again.labels == names
-    assert again.multi_label
-    theirs = loaded(tmp_path / "ours", PEERS["vit"]).config
-    assert tuple(theirs.id2label.values()) == names
-    assert theirs.problem_type == "multi_label_classification"
+    reloaded_info = read(tmp_path / "ours")[1]
+    assert reloaded_info.labels == names
+    assert reloaded_info.multi_label
+    config = load_in_transformers(tmp_path / "ours", PEERS["vit"]).config
+    assert tuple(config.id2label.values()) == names
+    assert config.problem_type == "multi_label_classification"
 
 
-def test_half_precision_stays(tmp_path: Path) -> None:
+def test_half_precision_is_kept(tmp_path: Path) -> None:
     PEERS["dinov2, head"].build().to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
     net, info = read(tmp_path / "theirs")
     write(net, info, tmp_path / "ours")
-    model = loaded(tmp_path / "ours", PEERS["dinov2, head"])
+    model = load_in_transformers(tmp_path / "ours", PEERS["dinov2, head"])
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_a_file_alone_has_the_names_of_the_folder(tmp_path: Path) -> None:
+def test_single_file_has_the_same_tensor_names_as_a_folder(tmp_path: Path) -> None:
     PEERS["vit"].build().save_pretrained(tmp_path / "theirs")
     net, info = read(tmp_path / "theirs")
     write(net, info, tmp_path / "alone.safetensors")
@@ -262,7 +264,7 @@ def test_a_file_alone_has_the_names_of_the_folder(tmp_path: Path) -> None:
     )
 
 
-def test_leftovers_and_gaps_are_listed() -> None:
+def test_missing_and_unexpected_tensors_are_listed() -> None:
     model = PEERS["vit"].build()
     state, config = model.state_dict(), {"config.json": model.config.to_dict()}
     state["vit.extra.weight"] = torch.zeros(1)

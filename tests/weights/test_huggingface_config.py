@@ -1,4 +1,4 @@
-"""Hugging Face sidecars: what is read from them, what is assumed without them, and errors."""
+"""Hugging Face sidecars: the settings read from them, the defaults without them, and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VIT = TINY | {"intermediate_size": 48}
 
 
 def archive_of(model: str, config: Any, sidecar: dict[str, Any] | None = None, **files: Any) -> Archive:
-    """Archive with names and shapes of a transformers class, without weights, and its config.json with changes."""
+    """Archive of a transformers class, without weights; `sidecar` adds its config.json with these changes."""
     with torch.device("meta"):
         tensors = getattr(transformers, model)(config).state_dict()
     renamed = LazyTensors.from_tensors(tensors).rename(HUGGINGFACE.normalize_name)
@@ -68,7 +68,7 @@ GIANT = {"hidden_size": 1536, "num_hidden_layers": 40, "num_attention_heads": 24
         ("SiglipVisionModel", "SiglipVisionConfig", SO400M | {"patch_size": 14}),
     ],
 )
-def test_without_config_json_published_sizes_are_still_known(model: str, config: str, options: dict[str, Any]) -> None:
+def test_published_sizes_are_inferred_without_config_json(model: str, config: str, options: dict[str, Any]) -> None:
     settings = getattr(transformers, config)(**options)
     with_config = HUGGINGFACE.infer_info(archive_of(model, settings, {}))
     bare = archive_of(model, settings)
@@ -79,12 +79,12 @@ def test_without_config_json_published_sizes_are_still_known(model: str, config:
     assert not any("config.json" in note for note in with_config.notes if "preprocessor" not in note)
 
 
-def test_without_config_json_unusual_heads_are_asked_for() -> None:
+def test_unusual_num_heads_are_an_error_without_config_json() -> None:
     with pytest.raises(FormatError, match="the number of heads at width 32"):
         HUGGINGFACE.infer_info(vit())
 
 
-def test_a_config_of_another_library_is_not_listened_to() -> None:
+def test_config_json_of_another_library_is_ignored() -> None:
     config = transformers.ViTConfig(hidden_size=192, num_attention_heads=3, intermediate_size=768)
     archive = archive_of("ViTModel", config)
     archive.sidecars["config.json"] = {"architecture": "vit_tiny_patch16_224", "num_classes": 7}
@@ -101,19 +101,19 @@ def test_class_names_are_read_and_placeholders_are_not() -> None:
     assert any("2 class names for 3 classes" in note for note in short.notes)
 
 
-def test_an_older_vision_config_overrides_the_newer() -> None:
+def test_vision_config_dict_overrides_vision_config() -> None:
     config = transformers.CLIPVisionConfig(**VIT)
-    words: dict[str, Any] = {
+    sidecar: dict[str, Any] = {
         "model_type": "clip",
         "vision_config": VIT | {"hidden_act": "gelu"},
         "vision_config_dict": VIT,
     }
-    assert HUGGINGFACE.infer_info(archive_of("CLIPVisionModel", config, words)).config.activation == "gelu-quick"  # type: ignore[union-attr]
-    words["vision_config_dict"] = None
-    assert HUGGINGFACE.infer_info(archive_of("CLIPVisionModel", config, words)).config.activation == "gelu"  # type: ignore[union-attr]
+    assert HUGGINGFACE.infer_info(archive_of("CLIPVisionModel", config, sidecar)).config.activation == "gelu-quick"  # type: ignore[union-attr]
+    sidecar["vision_config_dict"] = None
+    assert HUGGINGFACE.infer_info(archive_of("CLIPVisionModel", config, sidecar)).config.activation == "gelu"  # type: ignore[union-attr]
 
 
-def test_a_nested_config_may_leave_everything_out() -> None:
+def test_empty_nested_config_uses_the_defaults() -> None:
     config = transformers.SiglipVisionConfig()
     info = HUGGINGFACE.infer_info(
         archive_of("SiglipVisionModel", config, {"model_type": "siglip", "vision_config": {}})
@@ -122,7 +122,7 @@ def test_a_nested_config_may_leave_everything_out() -> None:
     assert (info.config.num_heads, info.config.activation, info.config.norm_eps) == (12, "gelu-tanh", 1e-6)
 
 
-def test_an_image_the_patches_do_not_cover_gives_the_peers_numbers(tmp_path: Path) -> None:
+def test_image_not_covered_by_patches_matches_transformers(tmp_path: Path) -> None:
     """google/siglip-so400m-patch14-384: transformers' convolution ignores the last pixels, and so does vitrail."""
     config = transformers.SiglipVisionConfig(**VIT | {"image_size": 30})
     theirs = randomized(transformers.SiglipVisionModel(config))
@@ -138,7 +138,7 @@ def test_an_image_the_patches_do_not_cover_gives_the_peers_numbers(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [
         ({"hidden_act": "relu"}, "hidden_act='relu', which vitrail does not support; supported: gelu"),
         ({"model_type": "beit"}, "model_type='beit', but the tensors are those of vit"),
@@ -149,8 +149,8 @@ def test_an_image_the_patches_do_not_cover_gives_the_peers_numbers(tmp_path: Pat
         ({"pooler_act": "relu"}, "pooler_act='relu'"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(change: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(FormatError, match=sentence):
+def test_mismatched_config_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(FormatError, match=message):
         HUGGINGFACE.infer_info(vit(change, "ViTModel"))
 
 
@@ -165,12 +165,12 @@ def test_a_config_that_does_not_fit_is_refused(change: dict[str, Any], sentence:
         {"output_stride": 16},
     ],
 )
-def test_other_resnets_than_bits_are_refused_by_name(change: dict[str, Any]) -> None:
+def test_unsupported_resnet_settings_are_refused_by_name(change: dict[str, Any]) -> None:
     with pytest.raises(FormatError, match=next(iter(change))):
         HUGGINGFACE.infer_info(bit(change))
 
 
-def test_neighbors_are_refused_by_name() -> None:
+def test_similar_architectures_are_refused_by_name() -> None:
     archive = vit({})
     archive.tensors.entries["encoder.layer.0.lambda_1"] = archive.tensors.entries["layernorm.weight"]
     with pytest.raises(FormatError, match="BEiT"):
@@ -180,21 +180,21 @@ def test_neighbors_are_refused_by_name() -> None:
         HUGGINGFACE.infer_info(archive_of("Siglip2VisionModel", config))
 
 
-def test_registers_may_be_none_of_them() -> None:
+def test_zero_registers_are_read() -> None:
     config = transformers.Dinov2WithRegistersConfig(**TINY, mlp_ratio=2, num_register_tokens=0)
     info = HUGGINGFACE.infer_info(archive_of("Dinov2WithRegistersModel", config, {}))
     assert isinstance(info.config, ViTConfig)
     assert (info.config.num_registers, info.config.resample) == (0, "timm")
 
 
-def test_positions_of_no_square_need_a_size() -> None:
+def test_non_square_positions_require_image_size() -> None:
     config = transformers.ViTConfig(**VIT | {"image_size": [16, 40]})
     assert HUGGINGFACE.infer_info(archive_of("ViTModel", config, {})).config.image_size == (16, 40)
     with pytest.raises(FormatError, match="10 positions are not a square grid"):
         HUGGINGFACE.infer_info(archive_of("ViTModel", config, {"image_size": None}))
 
 
-def test_other_formats_are_not_taken_for_this_one() -> None:
+def test_other_formats_are_not_detected() -> None:
     for name in ("patch_embed.proj.weight", "conv_proj.weight", "embedding/kernel", "visual.conv1.weight"):
         assert HUGGINGFACE.detect(Archive("memory", LazyTensors.from_tensors({name: torch.zeros(1)}))) is None
 
@@ -238,20 +238,20 @@ def photograph(width: int = 90, height: int = 61) -> Image.Image:
     return Image.fromarray(((np.stack(waves, -1) + 1) * 127.5).astype(np.uint8))
 
 
-def processed(stated: dict[str, Any], folder: Path) -> torch.Tensor:
-    (folder / "preprocessor_config.json").write_text(json.dumps(stated))
+def transformers_pixels(processor_config: dict[str, Any], folder: Path) -> torch.Tensor:
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor_config))
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     return processor(photograph(), return_tensors="pt")["pixel_values"].float()
 
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_images_are_prepared_as_transformers_does(name: str, tmp_path: Path) -> None:
-    stated = PROCESSORS[name]
-    preprocess, notes = read_preprocess(stated, "vit", (40, 40), 3)
+def test_preprocessing_matches_transformers(name: str, tmp_path: Path) -> None:
+    processor_config = PROCESSORS[name]
+    preprocess, notes = read_preprocess(processor_config, "vit", (40, 40), 3)
     assert not notes
     ours = Preprocess(preprocess)(photograph())
-    theirs = processed(stated, tmp_path)
+    theirs = transformers_pixels(processor_config, tmp_path)
     assert ours.shape == theirs.shape
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
@@ -259,22 +259,22 @@ def test_images_are_prepared_as_transformers_does(name: str, tmp_path: Path) -> 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", PROCESSORS)
 @pytest.mark.parametrize("kind", ["vit", "clip", "siglip", "dinov2"])
-def test_a_processor_comes_back_and_means_the_same_there(name: str, kind: str, tmp_path: Path) -> None:
+def test_written_processor_round_trips_and_matches_transformers(name: str, kind: str, tmp_path: Path) -> None:
     preprocess, _ = read_preprocess(PROCESSORS[name], kind, (40, 40), 3)
-    again, notes = read_preprocess(preprocessor_json(preprocess, kind), kind, (40, 40), 3)
+    reread, notes = read_preprocess(preprocessor_json(preprocess, kind), kind, (40, 40), 3)
     assert not notes
-    assert again == preprocess
-    theirs = processed(preprocessor_json(preprocess, kind), tmp_path)
+    assert reread == preprocess
+    theirs = transformers_pixels(preprocessor_json(preprocess, kind), tmp_path)
     assert (Preprocess(preprocess)(photograph()) - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
-def test_a_processor_among_words_is_found() -> None:
+def test_image_processor_in_a_joint_config_is_read() -> None:
     joint = {"image_processor": {"image_processor_type": "ViTImageProcessor", "size": BOX}, "processor_class": "X"}
     assert HUGGINGFACE.infer_info(vit({}, processor_config=joint)).preprocess.image_size == (40, 40)
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [
         ({"do_resize": False}, "do_resize=false"),
         ({"size": {"longest_edge": 40}}, "an unsupported size"),
@@ -284,18 +284,18 @@ def test_a_processor_among_words_is_found() -> None:
         ({"size": {"height": 40, "width": 60}, "crop_size": 40, "do_center_crop": True}, "crops"),
     ],
 )
-def test_what_a_processor_does_otherwise_is_said_aloud(change: dict[str, Any], sentence: str) -> None:
+def test_unsupported_processor_settings_are_noted(change: dict[str, Any], message: str) -> None:
     _, notes = read_preprocess({"image_processor_type": "ViTImageProcessor", **change}, "vit", (40, 40), 3)
     assert len(notes) == 1
-    assert sentence in notes[0]
+    assert message in notes[0]
 
 
-def test_a_broken_processor_is_named() -> None:
+def test_invalid_processor_config_is_named() -> None:
     with pytest.raises(FormatError, match=r"preprocessor_config\.json is invalid"):
         HUGGINGFACE.infer_info(vit({}, preprocessor_config={"size": {"height": 40}}))
 
 
-def test_one_channel_has_one_mean() -> None:
+def test_one_channel_preprocessing_has_one_channel() -> None:
     preprocess, _ = read_preprocess(PROCESSORS["vit"], "vit", (40, 40), 1)
     assert preprocess.channels == 1
 
@@ -307,7 +307,7 @@ SIGLIP = PLAIN.replace(class_token=False, pool="map", num_classes=0)
 
 
 @pytest.mark.parametrize(
-    ("config", "changes", "phrase"),
+    ("config", "changes", "message"),
     [
         (PLAIN, {"position": "none"}, "a network without positions"),
         (PLAIN, {"position": "learned-2d"}, "learned-2d positions"),
@@ -346,18 +346,18 @@ SIGLIP = PLAIN.replace(class_token=False, pool="map", num_classes=0)
         (SIGLIP, {"num_registers": 4}, "registers without a class token"),
     ],
 )
-def test_what_has_no_place_is_refused_by_name(config: ViTConfig, changes: dict[str, Any], phrase: str) -> None:
+def test_unsupported_part_is_refused_by_name(config: ViTConfig, changes: dict[str, Any], message: str) -> None:
     HUGGINGFACE.check_writable(ModelInfo(config=config, preprocess=PreprocessConfig()))
-    with pytest.raises(ConversionError, match=phrase):
+    with pytest.raises(ConversionError, match=message):
         HUGGINGFACE.check_writable(ModelInfo(config=config.replace(**changes), preprocess=PreprocessConfig()))
 
 
-def test_names_for_a_projection_have_no_place() -> None:
+def test_class_names_for_a_projection_are_refused() -> None:
     with pytest.raises(ConversionError, match="class names for CLIP's projection"):
         HUGGINGFACE.check_writable(ModelInfo(config=CLIP, preprocess=PreprocessConfig(), labels=tuple("abcde")))
 
 
-def test_conventions_of_the_original_bit_pass_only_when_told() -> None:
+def test_original_bit_conventions_require_approximate() -> None:
     info = ModelInfo(config=BiTConfig(), preprocess=PreprocessConfig(), family="BiT")
     with pytest.raises(ConversionError, match="standardize_eps=1e-10"):
         HUGGINGFACE.check_writable(info)

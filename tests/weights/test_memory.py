@@ -1,4 +1,4 @@
-"""The memory that reading takes, measured in another process."""
+"""Peak memory of reading a checkpoint, measured in a subprocess."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MEASURE = textwrap.dedent(
     import re, sys
     from pathlib import Path
     from vitrail.weights import checkpoint
-    def memory(kind):  # not getrusage: its peak counts the parent's memory at the fork
+    def memory(kind):  # not getrusage, whose peak includes the parent's memory at the fork
         return 1024 * int(re.search(kind + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-    checkpoint.read(sys.argv[1])  # a small one first: everything is imported and warm
+    checkpoint.read(sys.argv[1])  # warm-up with a small checkpoint: all imports are done
     before = memory("VmRSS")
     net, _ = checkpoint.read(sys.argv[2])
     print(before, memory("VmHWM"), sum(p.nbytes for p in net.parameters()))
@@ -35,8 +35,8 @@ MEASURE = textwrap.dedent(
 
 
 @pytest.mark.parametrize("to", ["vitrail", "timm"])
-def test_reading_takes_no_more_memory_than_the_weights(to: str, tmp_path: Path) -> None:
-    """A third of ViT-B/16 in another process: at its peak the weights and a tenth, the mapped file counted in full."""
+def test_peak_memory_of_reading_is_at_most_1_1_times_the_weights(to: str, tmp_path: Path) -> None:
+    """A third of ViT-B/16 in a subprocess: the peak, including the mapped file, is at most 1.1 times the weights."""
     status = Path("/proc/self/status")
     if not status.exists() or "VmHWM" not in status.read_text():
         pytest.skip("needs Linux's account of peak memory")
@@ -48,7 +48,7 @@ def test_reading_takes_no_more_memory_than_the_weights(to: str, tmp_path: Path) 
         checkpoint.write(net, info, tmp_path / f"{name}.safetensors", to=to)
     assert isinstance(net, ViT)
     paths = [str(tmp_path / f"{name}.safetensors") for name in ("small", "B")]
-    run = subprocess.run([sys.executable, "-c", MEASURE, *paths], capture_output=True, text=True, check=True)
-    before, peak, weights = map(int, run.stdout.split())
+    process = subprocess.run([sys.executable, "-c", MEASURE, *paths], capture_output=True, text=True, check=True)
+    before, peak, weights = map(int, process.stdout.split())
     assert weights == sum(p.nbytes for p in net.parameters()) > 100e6
     assert peak - before <= 1.1 * weights, (peak - before) / weights

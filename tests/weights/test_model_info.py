@@ -1,4 +1,4 @@
-"""What a model is called, and what of this machine goes into its files."""
+"""ModelInfo: titles, and removal of local folders from the origin."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SMALL = ViTConfig(image_size=16, patch_size=8, num_classes=3, width=16, depth=1,
         ("", ""),
     ],
 )
-def test_absolute_paths_lose_their_folders(text: str, expected: str):
+def test_local_folders_are_removed_from_paths(text: str, expected: str):
     assert strip_local_folders(text) == strip_local_folders(strip_local_folders(text)) == expected
     info = ModelInfo(config=SMALL, preprocess=PreprocessConfig(image_size=16), origin=text)
     assert info.to_dict()["origin"] == expected
 
 
 @pytest.mark.parametrize(
-    ("about", "title"),
+    ("fields", "title"),
     [
         ({"name": "finetune-photos", "origin": "fine-tuned from tiny.safetensors"}, "finetune-photos"),
         ({"origin": "fine-tuned from /home/me/tiny.safetensors"}, "fine-tuned tiny"),
@@ -43,7 +43,7 @@ def test_absolute_paths_lose_their_folders(text: str, expected: str):
         ({"family": "DeiT"}, "DeiT"),
     ],
 )
-def test_a_model_is_called_by_its_own_name_never_by_that_of_what_it_started_from(about: dict[str, str], title: str):
-    info = ModelInfo(config=SMALL, preprocess=PreprocessConfig(image_size=16), **about)
+def test_title_is_the_models_own_name_not_its_origins(fields: dict[str, str], title: str):
+    info = ModelInfo(config=SMALL, preprocess=PreprocessConfig(image_size=16), **fields)
     assert info.title == title
     assert ModelInfo.from_dict(info.to_dict()).title == title

@@ -1,4 +1,4 @@
-"""Networks of other libraries in memory: the same outputs, their preprocessing and labels, refusals by name."""
+"""Loading in-memory networks of other libraries: equal outputs, preprocessing, labels, and errors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ HF = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "imag
 MLP = {"intermediate_size": 64}
 
 
-def agree(theirs: nn.Module, name: str = "") -> vitrail.Model:
-    """Loaded; the outputs of both for two images differ by rounding."""
+def load_and_compare(theirs: nn.Module, output_name: str = "") -> vitrail.Model:
+    """Loads the network and checks that the outputs for two images agree up to rounding."""
     vit = vitrail.load(theirs)
     images = torch.randn(2, vit.config.channels, *pair(vit.config.image_size))
     with torch.no_grad():
         expected = theirs(images)
-        assert relative(vit.net(images), getattr(expected, name) if name else expected) <= 1e-5
+        assert relative(vit.net(images), getattr(expected, output_name) if output_name else expected) <= 1e-5
     assert vit.preprocess.config.image_size == pair(vit.config.image_size)
     return vit
 
@@ -51,10 +51,10 @@ def agree(theirs: nn.Module, name: str = "") -> vitrail.Model:
         ("vit_tiny_r_s16_p8_224", {"img_size": 128}),
     ],
 )
-def test_a_network_of_timm(architecture: str, options: dict[str, Any]) -> None:
+def test_timm_network_gives_the_same_outputs(architecture: str, options: dict[str, Any]) -> None:
     timm = import_peer("timm")
     theirs = randomized(timm.create_model(architecture, depth=1, **options))
-    vit = agree(theirs)
+    vit = load_and_compare(theirs)
     cfg = theirs.pretrained_cfg
     if vit.config.channels == 3:
         assert vit.preprocess.config.mean == tuple(cfg["mean"])
@@ -62,25 +62,25 @@ def test_a_network_of_timm(architecture: str, options: dict[str, Any]) -> None:
     assert vit.info.origin == f"timm's {architecture}"
 
 
-def test_labels_of_timm_are_those_of_its_tag() -> None:
+def test_timm_labels_come_from_the_tag() -> None:
     timm = import_peer("timm")
     assert vitrail.load(randomized(timm.create_model("test_vit"))).labels[0].startswith("tench")
     assert vitrail.load(randomized(timm.create_model("test_vit", num_classes=5))).labels is None
 
 
-def test_a_bit_of_timm() -> None:
+def test_timm_bit_network_is_loaded() -> None:
     from timm.models.resnetv2 import ResNetV2
 
     timm = import_peer("timm")
     cfg = timm.get_pretrained_cfg("resnetv2_50x1_bit").to_dict()
-    theirs = ResNetV2([1, 1, 1, 1], num_classes=3, act_layer=nn.ReLU, **bit_of_timm())
+    theirs = ResNetV2([1, 1, 1, 1], num_classes=3, act_layer=nn.ReLU, **timm_bit_options())
     theirs.pretrained_cfg = cfg
     vit = vitrail.load(randomized(theirs))
     assert isinstance(vit.net, vitrail.BiT)
     assert vit.preprocess.config.mean == (0.5, 0.5, 0.5)
 
 
-def bit_of_timm() -> dict[str, Any]:
+def timm_bit_options() -> dict[str, Any]:
     from timm.layers import StdConv2d
     from timm.models.resnetv2 import GroupNormAct
 
@@ -101,17 +101,19 @@ def bit_of_timm() -> dict[str, Any]:
         ("SiglipVisionModel", ("SiglipVisionConfig", HF | MLP), "pooler_output"),
     ],
 )
-def test_a_network_of_transformers(name: str, config: tuple[str, dict[str, Any]], output: str) -> None:
+def test_transformers_network_gives_the_same_outputs(
+    name: str, config: tuple[str, dict[str, Any]], output: str
+) -> None:
     transformers = import_peer("transformers")
-    agree(randomized(getattr(transformers, name)(getattr(transformers, config[0])(**config[1]))), output)
+    load_and_compare(randomized(getattr(transformers, name)(getattr(transformers, config[0])(**config[1]))), output)
 
 
-def test_labels_and_processor_of_transformers(tmp_path: Path) -> None:
+def test_transformers_labels_and_processor_are_used(tmp_path: Path) -> None:
     transformers = import_peer("transformers")
     names = {0: "cat", 1: "dog", 2: "bird"}
     config = transformers.ViTConfig(**HF, **MLP, id2label=names, problem_type="multi_label_classification")
     theirs = randomized(transformers.ViTForImageClassification(config))
-    vit = agree(theirs, "logits")
+    vit = load_and_compare(theirs, "logits")
     assert vit.labels == ("cat", "dog", "bird")
     assert vit.info.multi_label
     theirs.save_pretrained(tmp_path)
@@ -119,7 +121,7 @@ def test_labels_and_processor_of_transformers(tmp_path: Path) -> None:
     processor.save_pretrained(tmp_path)
     loaded = transformers.ViTForImageClassification.from_pretrained(tmp_path)
     assert vitrail.load(loaded).preprocess.config.mean == (0.1, 0.2, 0.3)
-    loaded.config.image_size, embeddings = 64, loaded.vit.embeddings  # as for training at another size
+    loaded.config.image_size, embeddings = 64, loaded.vit.embeddings  # as when fine-tuning at another size
     embeddings.patch_embeddings.image_size = (64, 64)
     embeddings.position_embeddings = nn.Parameter(torch.randn(1, 65, 32))
     larger = vitrail.load(loaded)
@@ -129,31 +131,31 @@ def test_labels_and_processor_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-3])
-def test_a_network_of_torchvision(eps: float) -> None:
+def test_torchvision_network_gives_the_same_outputs(eps: float) -> None:
     models = import_peer("torchvision.models")
     make = models.vision_transformer.VisionTransformer
-    agree(randomized(make(32, 8, 2, 4, 32, 64, num_classes=5, norm_layer=partial(nn.LayerNorm, eps=eps))))
+    load_and_compare(randomized(make(32, 8, 2, 4, 32, 64, num_classes=5, norm_layer=partial(nn.LayerNorm, eps=eps))))
 
 
-def test_weights_are_copies() -> None:
+def test_weights_are_copied() -> None:
     timm = import_peer("timm")
     theirs = randomized(timm.create_model("test_vit"))
     vit, images = vitrail.load(theirs), torch.randn(1, 3, 160, 160)
     with torch.no_grad():
-        before, other = vit.net(images), theirs(images)
+        our_logits, their_logits = vit.net(images), theirs(images)
         for parameter in theirs.parameters():
             parameter.zero_()
-        assert torch.equal(vit.net(images), before)
+        assert torch.equal(vit.net(images), our_logits)
         theirs.load_state_dict(randomized(timm.create_model("test_vit")).state_dict())
         for parameter in vit.net.parameters():
             parameter.zero_()
-        assert torch.equal(theirs(images), other)
+        assert torch.equal(theirs(images), their_logits)
 
 
-def test_modes_wrappers_and_options() -> None:
+def test_wrapped_networks_are_loaded_with_options() -> None:
     timm = import_peer("timm")
     theirs = randomized(timm.create_model("test_vit")).train()
-    theirs.config = {"lr": 1e-3}  # of a training script
+    theirs.config = {"lr": 1e-3}  # attached by a training script
     for wrapped in (torch.compile(theirs), nn.DataParallel(theirs), AveragedModel(theirs)):
         vit = vitrail.load(wrapped, num_classes=3, image_size=80, labels=["a", "b", "c"])
         assert vit.predict(gradient(), top=1)[0].label in "abc"
@@ -162,21 +164,21 @@ def test_modes_wrappers_and_options() -> None:
     assert vitrail.load(theirs, activation="gelu-quick").config.activation == "gelu-quick"
 
 
-def other_activation(theirs: Any) -> None:
+def change_activation(theirs: Any) -> None:
     theirs.blocks[0].mlp.act = nn.ReLU()
 
 
-def other_epsilon(theirs: Any) -> None:
+def change_epsilon(theirs: Any) -> None:
     theirs.norm.eps = 1e-2  # changes the logits by 7e-4
 
 
-def doubled(theirs: Any) -> None:
+def double_outputs(theirs: Any) -> None:
     theirs.register_forward_hook(lambda module, inputs, output: 2 * output)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("change", [other_activation, other_epsilon, doubled])
-def test_a_network_that_computes_something_else_is_refused(change: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("change", [change_activation, change_epsilon, double_outputs])
+def test_modified_network_is_refused(change: Any, dtype: torch.dtype) -> None:
     timm = import_peer("timm")
     theirs = randomized(timm.create_model("test_vit")).to(dtype)
     change(theirs)
@@ -184,7 +186,7 @@ def test_a_network_that_computes_something_else_is_refused(change: Any, dtype: t
         vitrail.load(theirs)
 
 
-def test_half_precision_autocast_and_one_class_are_compared() -> None:
+def test_half_precision_and_single_class_networks_are_compared() -> None:
     timm = import_peer("timm")
     theirs = randomized(timm.create_model("test_vit", num_classes=1))
     with torch.autocast("cpu", torch.bfloat16):
@@ -194,22 +196,22 @@ def test_half_precision_autocast_and_one_class_are_compared() -> None:
     assert theirs.head.weight.dtype == torch.float16
 
 
-def test_outputs_that_show_nothing_are_noted() -> None:
+def test_outputs_of_a_zero_head_are_noted_as_not_compared() -> None:
     models = import_peer("torchvision.models")
-    fresh = models.vision_transformer.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=5)  # a head of zeros
-    assert any("could not be compared" in note for note in vitrail.load(fresh).info.notes)
+    untrained = models.vision_transformer.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=5)  # the head is zero
+    assert any("could not be compared" in note for note in vitrail.load(untrained).info.notes)
 
 
 @pytest.mark.parametrize(
     ("name", "config", "options"),
     [
-        ("DeiTModel", "DeiTConfig", {}),  # its pooler is left aside
+        ("DeiTModel", "DeiTConfig", {}),  # its pooler is ignored
         ("ViTMSNModel", "ViTMSNConfig", {}),
         ("IJepaModel", "IJepaConfig", {}),
         ("ViTMAEModel", "ViTMAEConfig", {"mask_ratio": 0.0}),
     ],
 )
-def test_networks_of_transformers_without_an_output_of_ours_are_compared_by_their_tokens(
+def test_transformers_networks_without_logits_are_compared_by_tokens(
     name: str, config: str, options: dict[str, Any]
 ) -> None:
     transformers = import_peer("transformers")
@@ -227,7 +229,7 @@ def test_a_model_whose_forward_pass_fails_is_noted() -> None:
     assert any("could not be compared" in note for note in vitrail.load(theirs).info.notes)
 
 
-def test_the_image_size_of_a_wrapped_network() -> None:
+def test_image_size_of_a_wrapped_network_is_found() -> None:
     timm = import_peer("timm")
 
     class Wrapped(nn.Module):
@@ -238,26 +240,26 @@ def test_the_image_size_of_a_wrapped_network() -> None:
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return self.backbone(images)
 
-    assert agree(randomized(Wrapped())).config.image_size == (128, 32)
+    assert load_and_compare(randomized(Wrapped())).config.image_size == (128, 32)
 
 
 def test_other_networks_are_refused_by_name() -> None:
     timm, transformers = import_peer("timm"), import_peer("transformers")
-    pruned, adapted, headed = (timm.create_model("test_vit", depth=1) for _ in range(3))
+    pruned, adapted, with_activation_head = (timm.create_model("test_vit", depth=1) for _ in range(3))
     prune.l1_unstructured(pruned.blocks[0].mlp.fc1, "weight", 0.5)
     adapted.blocks[0].mlp.fc1.lora_A = nn.Linear(64, 2)
-    headed.head = nn.Sequential(nn.Linear(64, 3), nn.ReLU())
+    with_activation_head.head = nn.Sequential(nn.Linear(64, 3), nn.ReLU())
     with warnings.catch_warnings(action="ignore"):
         quantized = torch.ao.quantization.quantize_dynamic(timm.create_model("test_vit", depth=1), {nn.Linear})
-    expected = "is not a supported network; expected a Vision Transformer or BiT of timm"
+    unsupported = "is not a supported network; expected a Vision Transformer or BiT of timm"
     refused: list[tuple[Any, type[VitrailError], str]] = [
-        (nn.Linear(3, 3), FormatError, f"torch's Linear {expected}"),
-        (timm.create_model("test_resnet"), FormatError, f"timm's test_resnet {expected}"),
+        (nn.Linear(3, 3), FormatError, f"torch's Linear {unsupported}"),
+        (timm.create_model("test_resnet"), FormatError, f"timm's test_resnet {unsupported}"),
         (timm.create_model("eva02_tiny_patch14_224", depth=1), FormatError, "is EVA or EVA-02, which vitrail does not"),
         (
             transformers.SwinModel(transformers.SwinConfig(depths=[1], num_heads=[2], embed_dim=32)),
             FormatError,
-            expected,
+            unsupported,
         ),
         (
             vitrail.create("ViT-Ti/16", depth=1),
@@ -273,13 +275,13 @@ def test_other_networks_are_refused_by_name() -> None:
         (pruned, FormatError, r"timm's test_vit has an adapter or a parametrization \(blocks.0.mlp.fc1.weight_orig\)"),
         (adapted, FormatError, "timm's test_vit has an adapter .*; merge it into the weights first"),
         (
-            headed,
+            with_activation_head,
             FormatError,
             r"timm's test_vit: read as timm, the tensors do not fit: unexpected head.0.weight, [^;]*$",
         ),
         (quantized, FormatError, "timm's test_vit: .* is a dtype, not a plain tensor; .* before quantization"),
         (model(small()), NotFoundError, r"got a Model, expected a file, .* or an nn\.Module"),
     ]
-    for given, kind, message in refused:
-        with pytest.raises(kind, match=message):
-            vitrail.load(given)
+    for network, error, message in refused:
+        with pytest.raises(error, match=message):
+            vitrail.load(network)

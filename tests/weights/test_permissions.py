@@ -1,4 +1,4 @@
-"""What a user may not read or write gets one sentence, for real and not by imitation."""
+"""Missing permissions raise one-sentence errors, tested with real file modes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
-    """A folder that others may enter, which pytest's own are not."""
+def shared_folder() -> Iterator[Path]:
+    """A folder that other users can enter, unlike pytest's temporary folders."""
     folder = Path(tempfile.mkdtemp(prefix="vitrail-"))
     folder.chmod(0o755)
     yield folder
@@ -30,7 +30,7 @@ def place() -> Iterator[Path]:
 
 @contextmanager
 def as_ordinary_user() -> Iterator[None]:
-    """Root may do everything, so it steps down for a moment."""
+    """Drops root privileges inside the block, because file modes do not restrict root."""
     if os.geteuid() != 0:
         yield
         return
@@ -41,27 +41,30 @@ def as_ordinary_user() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_a_file_that_may_not_be_read(place: Path):
-    path = place / "model.safetensors"
+def test_file_without_read_permission_is_an_error(shared_folder: Path):
+    path = shared_folder / "model.safetensors"
     write_safetensors(path, {"a": torch.ones(1)})
     path.chmod(0)
     with as_ordinary_user(), pytest.raises(CheckpointError, match=f"no permission to read {path}"):
         open_archive(path)
 
 
-def test_a_folder_that_may_not_be_listed(place: Path):
-    (place / "repo").mkdir(mode=0)
+def test_folder_without_read_permission_is_an_error(shared_folder: Path):
+    (shared_folder / "repo").mkdir(mode=0)
     with as_ordinary_user(), pytest.raises(CheckpointError, match="no permission to read"):
-        open_archive(place / "repo")
-    (place / "repo").chmod(0o755)
+        open_archive(shared_folder / "repo")
+    (shared_folder / "repo").chmod(0o755)
 
 
-def test_a_folder_that_may_not_be_written(place: Path):
-    place.chmod(0o555)
+def test_folder_without_write_permission_is_an_error(shared_folder: Path):
+    shared_folder.chmod(0o555)
     with as_ordinary_user():
-        with pytest.raises(CheckpointError, match=f"no permission to write in {place}"):
-            write_json(place / "x.json", 1)
-        with pytest.raises(CheckpointError, match=f"no permission to write in {place}"), new_folder(place / "out"):
+        with pytest.raises(CheckpointError, match=f"no permission to write in {shared_folder}"):
+            write_json(shared_folder / "x.json", 1)
+        with (
+            pytest.raises(CheckpointError, match=f"no permission to write in {shared_folder}"),
+            new_folder(shared_folder / "out"),
+        ):
             pytest.fail("the block must not run")
-    assert os.listdir(place) == []
-    place.chmod(0o755)
+    assert os.listdir(shared_folder) == []
+    shared_folder.chmod(0o755)

@@ -1,6 +1,6 @@
-"""Recognition over timm's and transformers' ViT-shaped models: each is read exactly, or refused by its own name.
+"""Recognition of the ViT-like models of timm and transformers: each is read exactly, or refused by name.
 
-The table itself is in `tests/recognition_table.py`; `python tests/recognition_table.py` prints it.
+The cases are in `tests/recognition_table.py`; `python tests/recognition_table.py` prints the table.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from pathlib import Path
 import pytest
 import recognition_timm
 import recognition_transformers
-from recognition_table import Case, Result, results
-from recognition_timm import is_read, timm
+from recognition_table import Case, Result, evaluate_case
+from recognition_timm import is_supported, timm
 
 from vitrail.weights.timm_origin import SUPPORTED_ARCHS
 
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("quick_disk")]
 
-EVERY = [*recognition_timm.cases(), *recognition_transformers.cases()]
-GROUPS = list(dict.fromkeys(case.group for case in EVERY))
+CASES = [*recognition_timm.cases(), *recognition_transformers.cases()]
+GROUPS = list(dict.fromkeys(case.group for case in CASES))
 
 
-def found(cases: list[Case], folder: Path) -> list[Result]:
-    return [result for number, case in enumerate(cases) for result in results(case, folder / str(number))]
+def evaluate_cases(cases: list[Case], folder: Path) -> list[Result]:
+    return [result for number, case in enumerate(cases) for result in evaluate_case(case, folder / str(number))]
 
 
-def wrong(found: list[Result]) -> list[str]:
-    """What should not be: a misread file, a refusal without the model's name, a question that a sidecar answers."""
+def failures(results: list[Result]) -> list[str]:
+    """Misread files, refusals that do not name the model, and options required although a sidecar states them."""
     return [
-        f"{r.case.name} as {r.form}: {r.outcome}, {r.detail}"
-        for r in found
-        if r.outcome in ("unnamed", "misread") or (r.outcome == "asked" and r.form == "folder")
+        f"{result.case.name} as {result.form}: {result.outcome}, {result.detail}"
+        for result in results
+        if result.outcome in ("unclear", "misread") or (result.outcome == "option" and result.form == "folder")
     ]
 
 
-COLUMNS = ("exact", "asked", "refused")
+COLUMNS = ("exact", "option", "refused")
 TABLE = {
     ("timm vision_transformer", "folder"): (130, 0, 27),
     ("timm vision_transformer", "bare"): (66, 64, 27),
@@ -58,19 +58,19 @@ TABLE = {
     ("transformers", "folder"): (29, 0, 44),
     ("transformers", "bare"): (27, 10, 36),
 }
-"""How many of each module are read exactly, read exactly once told what they are asked for, and refused by name."""
+"""Counts for each module: read exactly, read exactly with the required option, refused by name."""
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_each_is_read_exactly_or_refused_by_its_name(group: str, tmp_path: Path) -> None:
-    seen = found([case for case in EVERY if case.group == group], tmp_path)
-    assert wrong(seen) == []
-    counts = Counter((r.form, r.outcome) for r in seen)
+def test_each_model_is_read_exactly_or_refused_by_name(group: str, tmp_path: Path) -> None:
+    results = evaluate_cases([case for case in CASES if case.group == group], tmp_path)
+    assert failures(results) == []
+    counts = Counter((result.form, result.outcome) for result in results)
     for form in ("folder", "bare"):
         assert tuple(counts[form, outcome] for outcome in COLUMNS) == TABLE[group, form], form
 
 
-def test_of_all_of_timms_architectures_only_those_of_the_table_are_known() -> None:
-    """A name that vitrail has never heard of is not taken for a ViT."""
-    known = {name for name in timm.list_models() if SUPPORTED_ARCHS.fullmatch(name)}
-    assert known == {case.name for case in recognition_timm.cases() if is_read(case.name)}
+def test_supported_timm_architectures_are_those_of_the_table() -> None:
+    """An unknown architecture name is not read as a ViT."""
+    supported = {name for name in timm.list_models() if SUPPORTED_ARCHS.fullmatch(name)}
+    assert supported == {case.name for case in recognition_timm.cases() if is_supported(case.name)}

@@ -1,4 +1,4 @@
-"""Every network through every pair of formats: the same tensors, the same numbers, or a refusal by name."""
+"""Round trips through every pair of formats: equal tensors and logits, or a refusal that names the unsupported part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compare import randomized, relative
 from conftest import import_peer
 from hypothesis import assume, event, given, settings
 from small_models import FORMATS
-from strategies import near, vit_configs
+from strategies import variants_of, vit_configs
 from torch import Tensor, nn
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
@@ -37,7 +37,7 @@ BASE: dict[str, Any] = {
 TORCH = BASE | {"activation": "gelu", "resample": "timm"}
 CLIP = {"pre_norm": True, "patch_bias": False, "norm_eps": 1e-5, "activation": "gelu-quick"}
 DINOV2 = {"image_size": 70, "patch_size": 14, "mlp_dim": 512, "num_classes": 0, "layer_scale": 1e-5}
-TIMMS: dict[str, Any] = {"norm_eps": 1e-5, "standardize": "var", "standardize_eps": 1e-8}
+TIMM_STEM: dict[str, Any] = {"norm_eps": 1e-5, "standardize": "var", "standardize_eps": 1e-8}
 TINY = {"depth": 1, "width": 64, "num_heads": 1}
 
 
@@ -55,10 +55,10 @@ def bit(**options: Any) -> BiTConfig:
     return BiTConfig(**small | options)
 
 
-# Which network fits which format.
-# =  exactly: what is read back computes the same numbers, bit for bit
-# ~  the tensors fit, but the format or its code has fixed a convention: only with approximate=True
-# .  refused, in a sentence that matches the last column
+# Which format supports which network.
+# =  exact: the network read back gives the same logits, bit for bit
+# ~  the tensors fit, but the format or its code assumes another convention: requires approximate=True
+# .  refused, with an error that matches the last column
 # fmt: off
 TABLE: dict[str, tuple[Config, str, str]] = {
     #                                                                 vitrail
@@ -68,9 +68,9 @@ TABLE: dict[str, tuple[Config, str, str]] = {
     #                                                                 | | | | google
     #                                                                 | | | | | big_vision
     #                                                                 | | | | | | facebook
-    # The usual ones
-    "ViT as PyTorch computes it": (vit(),                            "= = = = ~ . =", "class token with a position"),
-    "ViT as the original does": (ViTConfig(**BASE),                  "= = = ~ = . ~", "class token with a position"),
+    # Published networks
+    "ViT with PyTorch conventions": (vit(),                          "= = = = ~ . =", "class token with a position"),
+    "ViT as in the original code": (ViTConfig(**BASE),               "= = = ~ = . ~", "class token with a position"),
     "big_vision with a token": (ViTConfig(**BASE, position_on_class=False),
                                                                      "= = . . . = ~", "class token without a position"),
     "big_vision": (ViTConfig(**BASE, class_token=False, pool="gap", position="sincos-2d"),
@@ -88,7 +88,7 @@ TABLE: dict[str, tuple[Config, str, str]] = {
     "CLIP with a head": (vit(**CLIP),                                "= = . . . . .", "norm before"),
     "SigLIP": (ViTConfig(**BASE | {"class_token": False, "pool": "map", "num_classes": 0}),
                                                                      "= = = . . = .", "map|attention pool|class token"),
-    # One thing changed at a time
+    # One setting changed at a time
     "mean of patches": (vit(class_token=False, pool="gap"),          "= = = . ~ ~ .", "class token"),
     "mean beside a token": (vit(pool="gap"),                         "= = . . . . .", "class token beside|gap|mean"),
     "no final norm": (vit(pool_norm="none"),                         "= = . . . . .", "without a (final )?norm"),
@@ -117,7 +117,7 @@ TABLE: dict[str, tuple[Config, str, str]] = {
     "heads of 32": (vit(num_heads=4),                                "= = = ~ ~ . ~", "class token with a position"),
     "one channel": (vit(channels=1),                                 "= = = . ~ . =", "channels|position"),
     "an oblong image": (vit(image_size=(32, 48)),                    "= = = . . . .", "not square"),
-    "an edge left out": (vit(image_size=35, uncovered="ignore"),     "= = = ~ ~ . ~", "class token with a position"),
+    "uncovered edge": (vit(image_size=35, uncovered="ignore"),       "= = = ~ ~ . ~", "class token with a position"),
     "oblong patches": (vit(patch_size=(8, 4)),                       "= = . . . . .", "not square"),
     "oblong patches, square grid": (vit(patch_size=(8, 4), image_size=(32, 16)),
                                                                      "= = . . ~ . =", "not square|with a position"),
@@ -129,7 +129,7 @@ TABLE: dict[str, tuple[Config, str, str]] = {
     "positions at every layer": (vit(position_at="layers"),          "= . . . . . .", "at (the|every) layer"),
     "one position for all layers": (vit(position_at="shared"),       "= . . . . . .", "at (the|every) layer"),
     # ResNets
-    "R + ViT, timm's": (hybrid((), 8, **TIMMS),                      "= = . . ~ . .", "stem"),
+    "R + ViT, timm's": (hybrid((), 8, **TIMM_STEM),                  "= = . . ~ . .", "stem"),
     "R + ViT, the original's": (hybrid((), 8),                       "= ~ . . ~ . .", "stem"),
     "a narrow stem": (hybrid((1, 1), 2, width_factor=0.5),           "= . . . ~ . .", "stem"),
     "BiT, the original's": (bit(),                                   "= . ~ . = ~ .", "BiT"),
@@ -138,31 +138,31 @@ TABLE: dict[str, tuple[Config, str, str]] = {
 }
 LARGE: dict[str, tuple[Config, str]] = {
     "R26 + ViT": (hybrid((2, 2, 2, 2)),                              "= ~ . . ~ . ."),
-    "R50 + ViT, three stages": (hybrid((3, 4, 9), **TIMMS),          "= = . . ~ . ."),
-    "R50 + ViT, four stages": (hybrid((3, 4, 6, 3), **TIMMS),        "= = . . ~ . ."),
+    "R50 + ViT, three stages": (hybrid((3, 4, 9), **TIMM_STEM),      "= = . . ~ . ."),
+    "R50 + ViT, four stages": (hybrid((3, 4, 6, 3), **TIMM_STEM),    "= = . . ~ . ."),
     "BiT R50x1": (bit(layers=(3, 4, 6, 3), width_factor=1.0, standardize_eps=1e-8),
                                                                      "= = = . ~ ~ ."),
 }
-"""Networks of one size only: too large to go through every pair, they go round once."""
+"""Networks too large for every pair: a single round trip through all formats."""
 SLOW = ("R50 + ViT, four stages", "BiT R50x1")
 # fmt: on
 
 ONE_WAY = [
     TABLE[name][0]
     for name in (
-        *("ViT as the original does", "another epsilon", "QuickGELU", "one channel", "an edge left out"),
+        *("ViT as in the original code", "another epsilon", "QuickGELU", "one channel", "uncovered edge"),
         *("BiT, big_vision's", "BiT, Hugging Face's"),
     )
 ]
-"""Their tensors have the names of the first ViT's or BiT's, which go through every pair."""
+"""Networks whose tensor names equal those of another ViT or BiT, which is tested with every pair."""
 
-ROWS = pytest.mark.parametrize(("config", "marks", "named"), TABLE.values(), ids=TABLE.keys())
+every_row = pytest.mark.parametrize(("config", "marks", "refusal"), TABLE.values(), ids=TABLE.keys())
 
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
-def model(config: Config) -> tuple[Net, ModelInfo]:
+def random_model(config: Config) -> tuple[Net, ModelInfo]:
     family = "BiT" if isinstance(config, BiTConfig) else "ViT"
     info = ModelInfo(
         config=config,
@@ -175,26 +175,26 @@ def model(config: Config) -> tuple[Net, ModelInfo]:
     return net, info
 
 
-def write(net: Net, info: ModelInfo, folder: Path, to: str) -> Path:
+def write_file(net: Net, info: ModelInfo, folder: Path, to: str) -> Path:
     folder.mkdir()
     checkpoint.write(net, info, folder / FORMATS[to], to=to, approximate=True)
     return folder / FORMATS[to]
 
 
-def stored(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file under its own names."""
+def stored_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, by the names in the file."""
     tensors = open_archive(path).tensors
     return {name: tensors[name] for name in tensors}
 
 
-def same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], shapes: bool = True) -> bool:
-    """The same names and the same bits, which tell a zero from its negative."""
-    if set(got) != set(expected) or (shapes and any(got[n].shape != expected[n].shape for n in got)):
+def same_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], shapes: bool = True) -> bool:
+    """Whether names and bits are equal; 0.0 and -0.0 differ."""
+    if set(actual) != set(expected) or (shapes and any(actual[name].shape != expected[name].shape for name in actual)):
         return False
-    return all(torch.equal(bits(got[n]), bits(expected[n])) for n in got)
+    return all(torch.equal(bit_pattern(actual[name]), bit_pattern(expected[name])) for name in actual)
 
 
-def bits(tensor: Tensor) -> Tensor:
+def bit_pattern(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten().view(torch.int32)
 
 
@@ -204,116 +204,116 @@ def logits(net: nn.Module, config: Config) -> Tensor:
         return net(images)
 
 
-def family(config: Config, to: str) -> str | None:
-    """The family to pass when reading: DeiT-III's tensors have the names of a ViT with rotary positions."""
+def family_option(config: Config, to: str) -> str | None:
+    """The family to pass when reading: DeiT-III's tensor names are also those of a ViT with rotary positions."""
     if to != "facebook" or not isinstance(config, ViTConfig):
         return None
     return "DeiT3" if facebook.codebase_of(config) == "DeiT-III" else None
 
 
-def fitting(marks: str) -> list[str]:
+def supporting_formats(marks: str) -> list[str]:
     return [name for name, mark in zip(FORMATS, marks.split(), strict=True) if mark != "."]
 
 
-def test_the_table_has_every_format_that_can_be_written() -> None:
+def test_table_has_every_writable_format() -> None:
     assert set(FORMATS) == {form.name for form in checkpoint.FORMATS if form.write is not None}
     assert all(len(marks.split()) == len(FORMATS) for _, marks, _ in TABLE.values())
 
 
-@ROWS
-def test_a_network_fits_a_format_or_is_refused_by_name(config: Config, marks: str, named: str, tmp_path: Path) -> None:
-    net, info = model(config)
+@every_row
+def test_network_is_supported_or_refused_by_name(config: Config, marks: str, refusal: str, tmp_path: Path) -> None:
+    net, info = random_model(config)
     for to, mark in zip(FORMATS, marks.split(), strict=True):
         form = checkpoint.format_for(to, info)
         assert ("." if form.unsupported_parts(info) else "~" if form.inexact_conventions(info) else "=") == mark, to
         if mark == "=":
             continue
-        message = named if mark == "." else "Pass --approximate"
+        message = refusal if mark == "." else "Pass --approximate"
         with pytest.raises(ConversionError, match=message):
             checkpoint.write(net, info, tmp_path / FORMATS[to], to=to, approximate=mark == ".")
         assert list(tmp_path.iterdir()) == [], to
 
 
-@ROWS
-def test_there_and_back_through_every_pair(config: Config, marks: str, named: str, tmp_path: Path) -> None:
-    """Written as A, read, written as B, read, written as A: the tensors of the first file, and always ours."""
-    net, info = model(config)
-    start, answer, said = net.state_dict(), logits(net, config), dict(zip(FORMATS, marks.split(), strict=True))
-    for first in fitting(marks):
-        path = write(net, info, tmp_path / first, first)
-        expected = stored(path)
-        read, heard = checkpoint.read(path, family=family(config, first))
-        assert same(read.state_dict(), start), first
-        if said[first] == "=":
-            assert torch.equal(logits(read, config), answer), first
-            assert alike(heard.config, config), first
-        for second in ["vitrail"] if config in ONE_WAY else fitting(marks):
+@every_row
+def test_round_trip_through_every_pair_of_formats(config: Config, marks: str, refusal: str, tmp_path: Path) -> None:
+    """Writes A, reads, writes B, reads, writes A: both files in format A hold equal tensors, as do the networks."""
+    net, info = random_model(config)
+    state, output, mark_of = net.state_dict(), logits(net, config), dict(zip(FORMATS, marks.split(), strict=True))
+    for first in supporting_formats(marks):
+        path = write_file(net, info, tmp_path / first, first)
+        expected = stored_tensors(path)
+        loaded, loaded_info = checkpoint.read(path, family=family_option(config, first))
+        assert same_tensors(loaded.state_dict(), state), first
+        if mark_of[first] == "=":
+            assert torch.equal(logits(loaded, config), output), first
+            assert equivalent(loaded_info.config, config), first
+        for second in ["vitrail"] if config in ONE_WAY else supporting_formats(marks):
             if second == first:
                 continue
-            there = write(read, heard, tmp_path / f"{first} {second}", second)
-            away, heard_away = checkpoint.read(there, family=family(config, second))
-            assert same(away.state_dict(), start), (first, second)
-            back = write(away, heard_away, tmp_path / f"{first} {second} {first}", first)
-            # Where the number of heads was lost, as said, Google's tensors have it in their shapes.
-            kept = getattr(heard_away.config, "num_heads", 0) == getattr(heard.config, "num_heads", 0)
-            assert same(stored(back), expected, shapes=kept), (first, second)
+            second_path = write_file(loaded, loaded_info, tmp_path / f"{first} {second}", second)
+            second_net, second_info = checkpoint.read(second_path, family=family_option(config, second))
+            assert same_tensors(second_net.state_dict(), state), (first, second)
+            back_path = write_file(second_net, second_info, tmp_path / f"{first} {second} {first}", first)
+            # If an inexact format lost the number of heads, the shapes of Google's tensors differ.
+            same_heads = getattr(second_info.config, "num_heads", 0) == getattr(loaded_info.config, "num_heads", 0)
+            assert same_tensors(stored_tensors(back_path), expected, shapes=same_heads), (first, second)
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
 
 
 IRRELEVANT = {
-    "resample": "each library resizes in its own way",
-    "image_size": "without learned positions any size will do, and some formats do not store it",
-    "uncovered": "of an image that the patches cover",
-    "position_at": "None is the usual place",
-    "position_init_std": "first values",
-    "layer_scale": "first values, where there is one",
-    "head_bias": "without a head there is none",
-    "position_on_class": "without a class token or learned positions there is none",
-    "rope_base": "without rope-2d there is none",
-    "head_bias_init": "first values",
-    "pool_norm": "one token is the same normalized before or after it is picked",
+    "resample": "each library has its own resampling",
+    "image_size": "arbitrary without learned positions; some formats do not store it",
+    "uncovered": "no effect if the patches cover the image",
+    "position_at": "None is the default place",
+    "position_init_std": "initialization",
+    "layer_scale": "initialization, if there is one",
+    "head_bias": "no effect without a head",
+    "position_on_class": "no effect without a class token or learned positions",
+    "rope_base": "no effect without rope-2d",
+    "head_bias_init": "initialization",
+    "pool_norm": "pooling a single token commutes with the norm",
     "dropout": "training",
     "attention_dropout": "training",
     "drop_path": "training",
 }
-"""Settings that may come back otherwise: the bits of the logits have been compared."""
+"""Settings that may differ after a round trip, because the logits are compared bit for bit."""
 
 
-def alike(got: Config, expected: Config) -> bool:
-    """The same settings, but for those that change nothing here."""
-    values, others = got.to_dict(), expected.to_dict()
-    differ = {name for name in others if values[name] != others[name]}
-    return type(got) is type(expected) and differ <= set(IRRELEVANT)
+def equivalent(actual: Config, expected: Config) -> bool:
+    """Whether the settings are equal, except for IRRELEVANT ones."""
+    actual_values, expected_values = actual.to_dict(), expected.to_dict()
+    different = {name for name in expected_values if actual_values[name] != expected_values[name]}
+    return type(actual) is type(expected) and different <= set(IRRELEVANT)
 
 
 @pytest.mark.parametrize(
     ("config", "marks"),
     [pytest.param(*row, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, row in LARGE.items()],
 )
-def test_large_networks_go_round_once(config: Config, marks: str, tmp_path: Path) -> None:
-    """From format to format and on to the next, until all that fit have been there and the first is back."""
-    net, info = model(config)
+def test_large_networks_round_trip_through_all_formats_once(config: Config, marks: str, tmp_path: Path) -> None:
+    """Converts through every format that supports the network and back to the first."""
+    net, info = random_model(config)
     for to, mark in zip(FORMATS, marks.split(), strict=True):
         form = checkpoint.format_for(to, info)
         assert ("." if form.unsupported_parts(info) else "~" if form.inexact_conventions(info) else "=") == mark, to
-    start, round_trip = net.state_dict(), fitting(marks)
-    expected = stored(write(net, info, tmp_path / "start", round_trip[0]))
-    for step, to in enumerate([*round_trip, round_trip[0]]):
-        path = write(net, info, tmp_path / str(step), to)
+    state, formats = net.state_dict(), supporting_formats(marks)
+    expected = stored_tensors(write_file(net, info, tmp_path / "start", formats[0]))
+    for step, to in enumerate([*formats, formats[0]]):
+        path = write_file(net, info, tmp_path / str(step), to)
         net, info = checkpoint.read(path)
-        assert same(net.state_dict(), start), to
-    assert same(stored(path), expected)
+        assert same_tensors(net.state_dict(), state), to
+    assert same_tensors(stored_tensors(path), expected)
 
 
 @pytest.mark.parametrize("to", ["timm", "huggingface", "torchvision", "google", "facebook"])
-def test_a_token_is_the_same_normalized_before_or_after_it_is_picked(to: str, tmp_path: Path) -> None:
+def test_norm_before_or_after_token_pooling_gives_the_same_logits(to: str, tmp_path: Path) -> None:
     config = vit(pool_norm="after", activation="gelu-tanh" if to == "google" else "gelu")
-    net, info = model(config)
+    net, info = random_model(config)
     checkpoint.write(net, info, tmp_path / FORMATS[to], to=to)
-    read, _ = checkpoint.read(tmp_path / FORMATS[to])
-    assert same(read.state_dict(), net.state_dict())
-    assert torch.equal(logits(read, config), logits(net, config))
+    loaded, _ = checkpoint.read(tmp_path / FORMATS[to])
+    assert same_tensors(loaded.state_dict(), net.state_dict())
+    assert torch.equal(logits(loaded, config), logits(net, config))
 
 
 @pytest.mark.parametrize("to", ["timm", "huggingface"])
@@ -329,31 +329,31 @@ def test_a_token_is_the_same_normalized_before_or_after_it_is_picked(to: str, tm
     ],
     ids=["heads", "activation", "oblong", "distilled", "registers", "CLIP"],
 )
-def test_one_file_says_as_much_as_a_folder(to: str, config: ViTConfig, tmp_path: Path) -> None:
-    """In its header, which their libraries pass over."""
-    net, info = model(config.replace(num_classes=3 if config.num_classes else 0))
+def test_single_file_has_the_same_info_as_a_folder(to: str, config: ViTConfig, tmp_path: Path) -> None:
+    """The info is in the header of the file, which other libraries ignore."""
+    net, info = random_model(config.replace(num_classes=3 if config.num_classes else 0))
     info = info.replace(labels=("a", "b", "c")) if net.config.num_classes else info
     checkpoint.write(net, info, tmp_path / "folder", to=to)
     checkpoint.write(net, info, tmp_path / "alone.safetensors", to=to)
-    folder, heard = checkpoint.read(tmp_path / "folder")
-    alone, too = checkpoint.read(tmp_path / "alone.safetensors")
-    assert too.replace(origin="", notes=()) == heard.replace(origin="", notes=())
-    assert too.labels == info.labels
-    assert same(alone.state_dict(), net.state_dict())
-    assert same(folder.state_dict(), net.state_dict())
-    assert torch.equal(logits(alone, net.config), logits(net, net.config))
+    folder_net, folder_info = checkpoint.read(tmp_path / "folder")
+    file_net, file_info = checkpoint.read(tmp_path / "alone.safetensors")
+    assert file_info.replace(origin="", notes=()) == folder_info.replace(origin="", notes=())
+    assert file_info.labels == info.labels
+    assert same_tensors(file_net.state_dict(), net.state_dict())
+    assert same_tensors(folder_net.state_dict(), net.state_dict())
+    assert torch.equal(logits(file_net, net.config), logits(net, net.config))
 
 
 PUBLISHED = [row[0] for row in list(TABLE.values())[:15] if isinstance(row[0], ViTConfig)]
 
 
 @settings(max_examples=15)
-@given(config=near(PUBLISHED))
-def test_any_change_of_a_usual_network_fits_or_is_refused(
+@given(config=variants_of(PUBLISHED))
+def test_any_variant_of_a_published_network_round_trips_or_is_refused(
     config: ViTConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("any")
-    net, info = model(config)
+    net, info = random_model(config)
     for to in FORMATS:
         form = checkpoint.format_for(to, info)
         if form.unsupported_parts(info):
@@ -364,18 +364,20 @@ def test_any_change_of_a_usual_network_fits_or_is_refused(
             continue
         exact = not form.inexact_conventions(info)
         event(f"{to}: {'exact' if exact else 'approximate'}")
-        path = write(net, info, folder / to, to)
-        read, heard = checkpoint.read(path, family=family(config, to))
-        assert same(read.state_dict(), net.state_dict()), to
+        path = write_file(net, info, folder / to, to)
+        loaded, loaded_info = checkpoint.read(path, family=family_option(config, to))
+        assert same_tensors(loaded.state_dict(), net.state_dict()), to
         if exact:
-            assert torch.equal(logits(read, config), logits(net, config)), to
-            assert alike(heard.config, config), to
-            assert same(stored(write(read, heard, folder / f"{to} again", to)), stored(path)), to
+            assert torch.equal(logits(loaded, config), logits(net, config)), to
+            assert equivalent(loaded_info.config, config), to
+            assert same_tensors(
+                stored_tensors(write_file(loaded, loaded_info, folder / f"{to} again", to)), stored_tensors(path)
+            ), to
     shutil.rmtree(folder)
 
 
-def nearer(config: ViTConfig) -> ViTConfig:
-    """Without what timm never has, so that the rest is tried in all combinations."""
+def closer_to_timm(config: ViTConfig) -> ViTConfig:
+    """Replaces settings that timm never has, so that more examples can be written in its format."""
     pool = "token" if config.class_token and config.pool in ("map", "token+gap") else config.pool
     return config.replace(
         position_at=None,
@@ -389,39 +391,42 @@ def nearer(config: ViTConfig) -> ViTConfig:
     )
 
 
-PLAIN = vit_configs(positions=("learned-1d", "learned-1d", "none"), hybrids=False).map(nearer)
+TIMM_LIKE = vit_configs(positions=("learned-1d", "learned-1d", "none"), hybrids=False).map(closer_to_timm)
 
 
 @settings(max_examples=25)
-@given(config=PLAIN)
-def test_any_network_fits_timm_exactly_or_is_refused(
+@given(config=TIMM_LIKE)
+def test_any_network_round_trips_through_timm_or_is_refused(
     config: ViTConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("timm")
-    net, info = model(config)
+    net, info = random_model(config)
     form = checkpoint.format_for("timm", info)
     assume(not form.unsupported_parts(info))
-    read, heard = checkpoint.read(write(net, info, folder / "one", "timm"))
-    assert same(read.state_dict(), net.state_dict())
-    assert same(stored(write(read, heard, folder / "two", "timm")), stored(folder / "one" / "model"))
+    loaded, loaded_info = checkpoint.read(write_file(net, info, folder / "one", "timm"))
+    assert same_tensors(loaded.state_dict(), net.state_dict())
+    assert same_tensors(
+        stored_tensors(write_file(loaded, loaded_info, folder / "two", "timm")),
+        stored_tensors(folder / "one" / "model"),
+    )
     if not form.inexact_conventions(info):
-        assert torch.equal(logits(read, config), logits(net, config))
-        assert alike(heard.config, config)
+        assert torch.equal(logits(loaded, config), logits(net, config))
+        assert equivalent(loaded_info.config, config)
     shutil.rmtree(folder)
 
 
 @pytest.mark.peer
 @settings(max_examples=20)
-@given(config=PLAIN)
-def test_what_fits_timm_exactly_gives_its_own_code_the_same_numbers(
+@given(config=TIMM_LIKE)
+def test_exact_timm_files_give_the_same_logits_in_timm(
     config: ViTConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     timm = import_peer("timm")
     folder = tmp_path_factory.mktemp("timm")
-    net, info = model(config)
+    net, info = random_model(config)
     form = checkpoint.format_for("timm", info)
     assume(not form.unsupported_parts(info) and not form.inexact_conventions(info))
-    path = write(net, info, folder / "one", "timm")
+    path = write_file(net, info, folder / "one", "timm")
     theirs = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
     assert relative(logits(net, config), logits(theirs, config)) <= 1e-5
     shutil.rmtree(folder)

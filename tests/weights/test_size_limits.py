@@ -1,4 +1,4 @@
-"""Sizes that a file states are compared with its tensors before anything of these sizes is built."""
+"""Sizes stated by a file are checked against its tensors before a network is built."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HUGE = 10**7
 
 
 def check_refused(path: Path, message: str) -> None:
-    """It is refused with this message, and no network was built by then."""
+    """Checks that reading is refused with this message before a network is built."""
 
     def build(config: Any, **options: Any) -> None:
         raise AssertionError("a network was built")
@@ -38,8 +38,8 @@ def check_refused(path: Path, message: str) -> None:
             vitrail.load(path)
 
 
-def stating(path: Path, vit: vitrail.Model, part: str, **changes: Any) -> Path:
-    """A file of vitrail's own whose description says something else than its tensors."""
+def save_with_info(path: Path, vit: vitrail.Model, part: str, **changes: Any) -> Path:
+    """Saves a model in vitrail's format and changes its stored model info."""
     vit.save(path)
     with safe_open(path, "pt") as file:
         info = json.loads(file.metadata()["vitrail"])
@@ -48,7 +48,7 @@ def stating(path: Path, vit: vitrail.Model, part: str, **changes: Any) -> Path:
     return path
 
 
-STATED: dict[str, tuple[dict[str, Any], str]] = {
+HUGE_SIZES: dict[str, tuple[dict[str, Any], str]] = {
     "depth": ({"depth": HUGE}, r"got depth=10000000, expected at most the file's number of tensors, \d+\."),
     "width": ({"width": 2**40}, r"got depth=2, width=1099511627776 and mlp_dim=256: .* but the file has"),
     "mlp": ({"mlp_dim": 10**18}, r"and mlp_dim=1000000000000000000: at least .* weights"),
@@ -70,18 +70,18 @@ STATED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(STATED))
-def test_a_description_with_huge_sizes_is_refused_before_it_is_built(name: str, tmp_path: Path) -> None:
-    changes, message = STATED[name]
-    check_refused(stating(tmp_path / "a.safetensors", model(small()), "model", **changes), message)
+@pytest.mark.parametrize("name", sorted(HUGE_SIZES))
+def test_model_info_with_huge_sizes_is_refused_before_building(name: str, tmp_path: Path) -> None:
+    changes, message = HUGE_SIZES[name]
+    check_refused(save_with_info(tmp_path / "a.safetensors", model(small()), "model", **changes), message)
 
 
 @pytest.mark.parametrize("position", ["none", "sincos-2d", "rope-2d"])
 @pytest.mark.parametrize("part", ["model", "preprocess"])
-def test_a_huge_image_is_refused_where_no_tensor_shows_it(position: Any, part: str, tmp_path: Path) -> None:
+def test_huge_image_size_is_refused_without_position_tensors(position: Any, part: str, tmp_path: Path) -> None:
     vit = model(small(position=position, class_token=False, pool="gap"))
     check_refused(
-        stating(tmp_path / "a.safetensors", vit, part, image_size=4_000_000),
+        save_with_info(tmp_path / "a.safetensors", vit, part, image_size=4_000_000),
         "image_size=4000000x4000000, expected at most 67,108,864 pixels",
     )
 
@@ -96,10 +96,10 @@ def test_a_huge_image_is_refused_where_no_tensor_shows_it(position: Any, part: s
         ({"channels": 10**12}, r"got channels=1000000000000: "),
     ],
 )
-def test_a_resnet_with_huge_sizes_is_refused_before_it_is_built(
+def test_resnet_with_huge_sizes_is_refused_before_building(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    check_refused(stating(tmp_path / "a.safetensors", model(BIT), "model", **changes), message)
+    check_refused(save_with_info(tmp_path / "a.safetensors", model(BIT), "model", **changes), message)
 
 
 BLOCK = re.compile(r"((?:blocks?|layers?|encoderblock|encoder_layer|stages)[._]?)1\b|(/block)1(?=/)")
@@ -110,8 +110,8 @@ WRITTEN += [("bit", to) for to in ("big_vision", "google", "huggingface", "vitra
 
 
 @pytest.mark.parametrize(("kind", "to"), WRITTEN)
-def test_a_block_of_a_huge_number_is_refused_before_anything_is_counted(kind: str, to: str, tmp_path: Path) -> None:
-    """Formats without a description have their depth from the names."""
+def test_huge_block_index_is_refused_before_building(kind: str, to: str, tmp_path: Path) -> None:
+    """In formats without a config, the depth is inferred from the names."""
     vit, path = model(small() if kind == "vit" else BIT), tmp_path / FORMATS[to]
     vit.save(path, to=to, approximate=True)
     add_block(path / "model.safetensors" if path.is_dir() else path)
@@ -119,7 +119,7 @@ def test_a_block_of_a_huge_number_is_refused_before_anything_is_counted(kind: st
 
 
 def add_block(path: Path) -> None:
-    """To a file of weights: a tensor of a block far behind the others."""
+    """Adds a tensor of a block with a huge index to a weights file."""
     metadata = {}
     if path.suffix == ".safetensors":
         with safe_open(path, "pt") as file:
@@ -142,7 +142,7 @@ def add_block(path: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "field"), [("timm", "depth"), ("timm", "embed_dim"), ("huggingface", "num_hidden_layers")]
 )
-def test_a_config_json_with_huge_sizes_is_refused_before_it_is_built(to: str, field: str, tmp_path: Path) -> None:
+def test_config_json_with_huge_sizes_is_refused_before_building(to: str, field: str, tmp_path: Path) -> None:
     model(small()).save(tmp_path / "model", to=to)
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())
@@ -151,8 +151,8 @@ def test_a_config_json_with_huge_sizes_is_refused_before_it_is_built(to: str, fi
     check_refused(tmp_path / "model", f"{field}=10000000")
 
 
-def test_sizes_that_fit_are_built(tmp_path: Path) -> None:
-    path = stating(tmp_path / "a.safetensors", model(small()), "model")
+def test_matching_sizes_are_built(tmp_path: Path) -> None:
+    path = save_with_info(tmp_path / "a.safetensors", model(small()), "model")
     assert vitrail.load(path).config == small()
     with pytest.raises(AssertionError, match="a network was built"):
         check_refused(path, "never")

@@ -1,4 +1,4 @@
-"""timm's files and repositories, against timm's own code on the same weights."""
+"""timm's files and repositories, compared with timm on the same weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import recognition_timm
 import torch
 from compare import randomized, relative
-from recognition_timm import is_read, timm
+from recognition_timm import is_supported, timm
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.errors import ConversionError, FormatError
@@ -35,37 +35,42 @@ TINY = {
 }
 
 
-def saved(model: torch.nn.Module, folder: Path, **args: object) -> Path:
+def save_repository(model: torch.nn.Module, folder: Path, **args: object) -> Path:
     timm.models.save_for_hf(model, folder, model_args=args, safe_serialization=True)
     return folder
 
 
-def test_every_vit_of_timm_is_described_at_its_own_size_as_timm_builds_it() -> None:
-    """Names, shapes and config of every published size, one block deep, on the meta device."""
-    wrong = {}
+def test_inferred_config_matches_every_timm_vit() -> None:
+    """Names, shapes and config of every published size, with one block, on the meta device."""
+    differences = {}
     for case in recognition_timm.cases():
-        if not is_read(case.name):
+        if not is_supported(case.name):
             continue
         depth = {} if "resnetv2" in case.group else {"depth": 1}
         with torch.device("meta"):
             model = timm.create_model(case.name, num_classes=7, **depth)
-        truth = recognition_timm.truth(case.name, model)
-        folder = repository(model, case.name)
-        for form, archive, family in (("folder", folder, None), ("bare", bare(folder, truth), truth["family"])):
+        options = recognition_timm.known_options(case.name, model)
+        folder = meta_repository(model, case.name)
+        for source, archive, family in (
+            ("folder", folder, None),
+            ("bare", strip_sidecars(folder, options), options["family"]),
+        ):
             recognized, archive = checkpoint.detect_format(archive, family)
             config = recognized.infer_info(archive).config
             recognized.table(config).read(archive.tensors, build(config, meta=True), config)
-            if expected(model) != summary(config):
-                wrong[case.name, form] = set(expected(model).items()) ^ set(summary(config).items())
-    assert wrong == {}
+            if timm_settings(model) != config_settings(config):
+                differences[case.name, source] = set(timm_settings(model).items()) ^ set(
+                    config_settings(config).items()
+                )
+    assert differences == {}
 
 
-def bare(folder: Archive, truth: dict[str, Any]) -> Archive:
-    """The weights without sidecars, with the options that reading them requires."""
+def strip_sidecars(folder: Archive, options: dict[str, Any]) -> Archive:
+    """The archive without sidecars, with the options that reading it requires."""
     bare_archive = Archive(folder.source, folder.tensors)
     for option in ("activation", "num_heads"):
         if requires(bare_archive, option):
-            bare_archive.hints[option] = truth[option]
+            bare_archive.hints[option] = options[option]
     return bare_archive
 
 
@@ -78,8 +83,8 @@ def requires(archive: Archive, option: str) -> bool:
     return False
 
 
-def repository(model: torch.nn.Module, name: str) -> Archive:
-    """What `save_for_hf` writes, without weights."""
+def meta_repository(model: torch.nn.Module, name: str) -> Archive:
+    """The archive that `save_for_hf` would write, without weights."""
     cfg = timm.models.filter_pretrained_cfg(model.pretrained_cfg, remove_source=True, remove_null=True)
     cfg["tag"] = name.partition(".")[2]
     config = {"architecture": cfg.pop("architecture"), "num_classes": model.num_classes, "pretrained_cfg": cfg}
@@ -88,8 +93,8 @@ def repository(model: torch.nn.Module, name: str) -> Archive:
     return Archive(source=name, tensors=LazyTensors.from_tensors(model.state_dict()), sidecars={"config.json": config})
 
 
-def expected(model: torch.nn.Module) -> dict[str, object]:
-    """timm's conventions, from its modules."""
+def timm_settings(model: torch.nn.Module) -> dict[str, object]:
+    """The settings of a timm model, from its modules."""
     if not hasattr(model, "blocks"):
         return {"stages": tuple(len(s.blocks) for s in model.stages), "num_classes": model.num_classes}
     block, mlp = model.blocks[0], model.blocks[0].mlp
@@ -105,7 +110,7 @@ def expected(model: torch.nn.Module) -> dict[str, object]:
     }
 
 
-def summary(config: ViTConfig | BiTConfig) -> dict[str, object]:
+def config_settings(config: ViTConfig | BiTConfig) -> dict[str, object]:
     if isinstance(config, BiTConfig):
         return {"stages": config.layers, "num_classes": config.num_classes}
     return {
@@ -147,25 +152,23 @@ def summary(config: ViTConfig | BiTConfig) -> dict[str, object]:
     ],
     ids=lambda args: " ".join(f"{k}={v}" for k, v in args.items()) or "plain",
 )
-def test_a_timm_repository_gives_the_same_logits_and_goes_back_unchanged(
-    args: dict[str, object], tmp_path: Path
-) -> None:
+def test_timm_repository_gives_the_same_logits_and_round_trips(args: dict[str, object], tmp_path: Path) -> None:
     args = SMALL | args
     theirs = randomized(timm.create_model("vit_base_patch16_224", **args))
-    folder = saved(theirs, tmp_path / "timm", **args)
+    folder = save_repository(theirs, tmp_path / "timm", **args)
     net, info = checkpoint.read(folder)
     size = pair(tuple(args["img_size"]) if isinstance(args["img_size"], list) else args["img_size"])  # type: ignore[arg-type]
     images = torch.randn(2, int(args.get("in_chans", 3)), *size)  # type: ignore[call-overload]
     with torch.no_grad():
         assert relative(net(images), theirs(images)) <= 1e-5
     checkpoint.write(net, info, tmp_path / "back", to="timm")
-    again = timm.create_model(f"local-dir:{tmp_path / 'back'}", pretrained=True).eval()
+    reloaded = timm.create_model(f"local-dir:{tmp_path / 'back'}", pretrained=True).eval()
     with torch.no_grad():
-        assert relative(again(images), theirs(images)) <= 1e-6
+        assert relative(reloaded(images), theirs(images)) <= 1e-6
     if "reg_tokens" in args and "no_embed_class" not in args:
-        return  # the registers' positions became part of the registers
+        return  # the positions of the registers were added to the registers
     for name, tensor in theirs.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
+        assert torch.equal(reloaded.state_dict()[name], tensor), name
 
 
 @pytest.mark.parametrize(
@@ -183,23 +186,23 @@ def test_a_timm_repository_gives_the_same_logits_and_goes_back_unchanged(
         ("resnetv2_50x1_bit", {}),
     ],
 )
-def test_the_families_give_timms_logits(arch: str, args: dict[str, object], tmp_path: Path) -> None:
+def test_logits_of_every_family_match_timm(arch: str, args: dict[str, object], tmp_path: Path) -> None:
     theirs = randomized(timm.create_model(arch, num_classes=9, **args))
-    net, info = checkpoint.read(saved(theirs, tmp_path / "timm", **args))
+    net, info = checkpoint.read(save_repository(theirs, tmp_path / "timm", **args))
     size = 64 if arch.startswith("resnetv2") else pair(info.config.image_size)[0]
     images = torch.randn(1, 3, size, size)
     with torch.no_grad():
         assert relative(net(images), theirs(images)) <= 1e-5
     checkpoint.write(net, info, tmp_path / "back", to="timm", approximate=False)
-    again = timm.create_model(f"local-dir:{tmp_path / 'back'}", pretrained=True).eval()
+    reloaded = timm.create_model(f"local-dir:{tmp_path / 'back'}", pretrained=True).eval()
     with torch.no_grad():
-        assert relative(again(images), theirs(images)) <= 1e-6
+        assert relative(reloaded(images), theirs(images)) <= 1e-6
 
 
 @pytest.mark.parametrize("arch", ["vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224"])
-def test_logits_tokens_and_attention_at_224(arch: str, tmp_path: Path) -> None:
+def test_logits_tokens_and_attention_match_timm_at_224(arch: str, tmp_path: Path) -> None:
     theirs = randomized(timm.create_model(arch))
-    net, _ = checkpoint.read(saved(theirs, tmp_path / "timm"))
+    net, _ = checkpoint.read(save_repository(theirs, tmp_path / "timm"))
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
         out = net.features(images, outputs=("logits", "tokens", "attention"))
@@ -208,13 +211,13 @@ def test_logits_tokens_and_attention_at_224(arch: str, tmp_path: Path) -> None:
         _, layers = theirs.forward_intermediates(images, output_fmt="NLC", return_prefix_tokens=True)
         for ours, (patches, prefix) in zip(out.tokens[1:], layers, strict=True):
             assert relative(ours, torch.cat([prefix, patches], dim=1)) <= 1e-5
-        theirs_maps = attention_of(theirs, images)
-        for ours, expected in zip(out.attention, theirs_maps, strict=True):
-            assert relative(ours, expected) <= 1e-5
+        timm_maps = attention_of(theirs, images)
+        for ours, timm_map in zip(out.attention, timm_maps, strict=True):
+            assert relative(ours, timm_map) <= 1e-5
 
 
 def attention_of(model: torch.nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
-    """Attention weights are captured at the attention dropout of timm's unfused path."""
+    """Attention weights of each layer, captured at the attention dropout of timm's unfused path."""
     maps: list[torch.Tensor] = []
     hooks = []
     for block in model.blocks:
@@ -227,9 +230,9 @@ def attention_of(model: torch.nn.Module, images: torch.Tensor) -> list[torch.Ten
 
 
 @pytest.mark.parametrize("size", [(288, 192), (96, 160)])
-def test_another_size_is_resampled_as_timm_does_it(size: tuple[int, int], tmp_path: Path) -> None:
+def test_resampling_to_another_size_matches_timm(size: tuple[int, int], tmp_path: Path) -> None:
     theirs = randomized(timm.create_model("vit_tiny_patch16_224", depth=2))
-    folder = saved(theirs, tmp_path / "timm", depth=2)
+    folder = save_repository(theirs, tmp_path / "timm", depth=2)
     net, _ = checkpoint.read(folder)
     dynamic = timm.create_model("vit_tiny_patch16_224", depth=2, dynamic_img_size=True).eval()
     dynamic.load_state_dict(theirs.state_dict())
@@ -240,10 +243,10 @@ def test_another_size_is_resampled_as_timm_does_it(size: tuple[int, int], tmp_pa
         assert relative(net.resized(size)(images), rebuilt(images)) <= 1e-5
 
 
-def test_an_architecture_that_nobody_knows_is_not_taken_for_a_vit(tmp_path: Path) -> None:
-    """The tensors may look like a ViT's, for instance XCiT's or those of a custom model."""
+def test_unknown_architecture_is_not_read_as_a_vit(tmp_path: Path) -> None:
+    """Other networks, such as XCiT or custom models, may have the tensor names of a ViT."""
     theirs = randomized(timm.create_model("vit_base_patch16_224", **SMALL))
-    folder = saved(theirs, tmp_path / "timm", **SMALL)
+    folder = save_repository(theirs, tmp_path / "timm", **SMALL)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architecture": "my_own_vit"}))
     with pytest.raises(FormatError, match=r"my_own_vit is not a supported architecture.*pass family='ViT'"):
@@ -254,7 +257,7 @@ def test_an_architecture_that_nobody_knows_is_not_taken_for_a_vit(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("args", "named"),
+    ("args", "message"),
     [
         ({"pool_include_prefix": True}, "pool_include_prefix=True"),
         ({"norm_layer": "batchnorm2d"}, "norm_layer='batchnorm2d'"),
@@ -262,12 +265,12 @@ def test_an_architecture_that_nobody_knows_is_not_taken_for_a_vit(tmp_path: Path
         ({"act_layer": "relu"}, "act_layer='relu'"),
     ],
 )
-def test_arguments_that_change_the_network_are_refused_by_name(args: dict[str, object], named: str) -> None:
+def test_unsupported_arguments_are_refused_by_name(args: dict[str, object], message: str) -> None:
     with torch.device("meta"):
         model = timm.create_model("vit_base_patch16_224", **SMALL)
-    archive = repository(model, "vit_base_patch16_224")
+    archive = meta_repository(model, "vit_base_patch16_224")
     archive.sidecars["config.json"]["model_args"] = SMALL | args
-    with pytest.raises(FormatError, match=named):
+    with pytest.raises(FormatError, match=message):
         TIMM_FORMAT.infer_info(archive)
 
 
@@ -275,23 +278,23 @@ def test_arguments_that_change_the_network_are_refused_by_name(args: dict[str, o
     "arch", ["vit_base_patch16_gap_224", "test_vit4", "vit_huge_patch14_224", "vit_so400m_patch14_siglip_224"]
 )
 @pytest.mark.parametrize("depth", [None, 2])
-def test_heads_come_from_the_architecture_at_any_depth(arch: str, depth: int | None) -> None:
+def test_num_heads_come_from_the_architecture_at_any_depth(arch: str, depth: int | None) -> None:
     args = {"depth": depth} if depth else {}
     with torch.device("meta"):
         model = timm.create_model(arch, **args)
-    assert TIMM_FORMAT.infer_info(repository(model, arch)).config.num_heads == model.blocks[0].attn.num_heads
+    assert TIMM_FORMAT.infer_info(meta_repository(model, arch)).config.num_heads == model.blocks[0].attn.num_heads
 
 
-def test_heads_come_from_the_architecture_at_another_width() -> None:
+def test_num_heads_come_from_the_architecture_at_another_width() -> None:
     """model_args may have only the width: timm then keeps the architecture's heads, which are no longer 64 wide."""
     with torch.device("meta"):
         model = timm.create_model("vit_base_patch16_224", depth=1, embed_dim=384)
-    archive = repository(model, "vit_base_patch16_224")
+    archive = meta_repository(model, "vit_base_patch16_224")
     archive.sidecars["config.json"]["model_args"] = {"depth": 1, "embed_dim": 384}
     assert TIMM_FORMAT.infer_info(archive).config.num_heads == model.blocks[0].attn.num_heads == 12
 
 
-def test_npz_in_timm_is_resampled_by_the_convention_of_that_name() -> None:
+def test_timm_npz_resampling_matches_timm() -> None:
     from timm.layers import resample_abs_pos_embed
 
     from vitrail.models.position import resample
@@ -303,19 +306,19 @@ def test_npz_in_timm_is_resampled_by_the_convention_of_that_name() -> None:
     assert relative(resample(table, (12, 9), "timm-npz").flatten(0, 1), expected[0]) <= 1e-6
 
 
-def test_matching_counts_on_another_grid_are_still_resampled(tmp_path: Path) -> None:
-    """16x16 and 8x32 have the same number of tokens; timm's loader lets them pass unresized."""
+def test_another_grid_with_the_same_token_count_is_resampled(tmp_path: Path) -> None:
+    """16x16 and 8x32 have the same number of tokens; timm's loader does not resample them."""
     net = randomized(ViT(ViTConfig(**TINY | {"image_size": 128, "resample": "timm"})))
     wide = net.resized((64, 256))
     assert wide.positions[0].table.shape == (8, 32, 64)
     assert not torch.equal(wide.positions[0].table.flatten(0, 1), net.positions[0].table.flatten(0, 1))
 
 
-def test_registers_with_positions_are_folded_and_said() -> None:
+def test_register_positions_are_folded_into_the_registers() -> None:
     theirs = randomized(timm.create_model("vit_base_patch16_224", **SMALL, reg_tokens=2))
     assert theirs.pos_embed.shape[1] == 16 + 3
     assert theirs.pos_embed[0, 1:3].abs().sum() > 0
-    archive = repository(theirs, "vit_base_patch16_224")
+    archive = meta_repository(theirs, "vit_base_patch16_224")
     archive.sidecars["config.json"]["model_args"] = SMALL
     info = TIMM_FORMAT.infer_info(archive)
     assert info.config.num_registers == 2
@@ -323,7 +326,7 @@ def test_registers_with_positions_are_folded_and_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "message"),
     [
         ({"position": "relative"}, "relative positions"),
         ({"position": "learned-2d"}, "learned-2d positions"),
@@ -335,18 +338,18 @@ def test_registers_with_positions_are_folded_and_said() -> None:
         ({"stem": StemConfig(layers=(1, 1)), "patch_size": 2, "image_size": 64}, "stem"),
     ],
 )
-def test_what_timm_cannot_express_is_refused_by_name(changes: dict[str, object], named: str, tmp_path: Path) -> None:
+def test_unsupported_part_is_refused_by_name(changes: dict[str, object], message: str, tmp_path: Path) -> None:
     config = ViTConfig(**TINY | changes)
     net = ViT(config)
     info = ModelInfo(config=config, preprocess=default_preprocess("ViT", config))
-    with pytest.raises(ConversionError, match=named):
+    with pytest.raises(ConversionError, match=message):
         checkpoint.write(net, info, tmp_path / "out", to="timm")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_repository_says_its_preprocessing_and_labels(tmp_path: Path) -> None:
+def test_repository_gives_preprocessing_and_labels(tmp_path: Path) -> None:
     theirs = timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k", depth=1)
-    folder = saved(theirs, tmp_path / "timm", depth=1)
+    folder = save_repository(theirs, tmp_path / "timm", depth=1)
     _, info = checkpoint.read(folder)
     assert (info.preprocess.resize_to, info.preprocess.interpolation, info.preprocess.mean) == (
         248,
@@ -358,12 +361,12 @@ def test_a_repository_says_its_preprocessing_and_labels(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["pretrained_cfg"]["tag"] = "something_else"
     (folder / "config.json").write_text(json.dumps(config))
-    assert checkpoint.read(folder)[1].labels is None, "never guessed"
+    assert checkpoint.read(folder)[1].labels is None, "labels are not guessed"
 
 
-def test_bit_reads_into_our_bit(tmp_path: Path) -> None:
+def test_timm_bit_is_read_as_bit(tmp_path: Path) -> None:
     theirs = timm.create_model("resnetv2_50x1_bit")
-    net, _ = checkpoint.read(saved(theirs, tmp_path / "timm"))
+    net, _ = checkpoint.read(save_repository(theirs, tmp_path / "timm"))
     assert isinstance(net, BiT)
 
 

@@ -1,4 +1,4 @@
-"""TorchScript archives are read as data: torch's own tensors, no code executed, damage and attacks in one sentence."""
+"""TorchScript archives are read as data: like torch.jit.load, without executing code; errors for bad files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vitrail.weights.torchscript import MAX_ATTRIBUTES, open_torchscript
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*` is:DeprecationWarning")
 
-TORCH = zipfile.ZIP_STORED
+UNCOMPRESSED = zipfile.ZIP_STORED
 
 
 class Inner(nn.Module):
@@ -39,7 +39,7 @@ class Inner(nn.Module):
         return self.linear(x.half()).float() + len(self.sizes) + self.names["a"] + self.rate
 
 
-class Whole(nn.Module):
+class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(Inner(), nn.GELU())
@@ -52,19 +52,19 @@ class Whole(nn.Module):
         return self.layers(x) * self.scale
 
 
-MAKE: dict[str, Callable[[nn.Module], Any]] = {
+COMPILERS: dict[str, Callable[[nn.Module], Any]] = {
     "script": torch.jit.script,
     "trace": lambda net: torch.jit.trace(net, torch.ones(2, 3)),
 }
 
 
-def program(path: Path, how: str = "script", net: nn.Module | None = None) -> Path:
-    MAKE[how]((net or Whole()).eval()).save(path)
+def save_program(path: Path, compiler: str = "script", net: nn.Module | None = None) -> Path:
+    COMPILERS[compiler]((net or Outer()).eval()).save(path)
     return path
 
 
-def rewritten(source: Path, target: Path, compression: int = TORCH, **members: bytes | None) -> Path:
-    """The archive with members replaced by what is given, or left out (None)."""
+def copy_archive(source: Path, target: Path, compression: int = UNCOMPRESSED, **members: bytes | None) -> Path:
+    """Copies the archive with some members replaced, or removed if None."""
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", compression) as new:
         for info in old.infolist():
             key = info.filename.rsplit("/", 1)[-1].replace(".", "_")
@@ -74,7 +74,7 @@ def rewritten(source: Path, target: Path, compression: int = TORCH, **members: b
     return target
 
 
-def refused(path: Path) -> str:
+def refusal_of(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         open_archive(path)
     message = str(caught.value)
@@ -83,9 +83,9 @@ def refused(path: Path) -> str:
     return message
 
 
-@pytest.mark.parametrize("how", MAKE)
-def test_the_tensors_are_those_of_torchs_own_reader(how: str, tmp_path: Path) -> None:
-    path = program(tmp_path / "net.pt", how)
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_tensors_match_torch_jit_load(compiler: str, tmp_path: Path) -> None:
+    path = save_program(tmp_path / "net.pt", compiler)
     expected = torch.jit.load(path).state_dict()
     archive = open_archive(path)
     assert set(archive.tensors) == set(expected)
@@ -98,20 +98,20 @@ def test_the_tensors_are_those_of_torchs_own_reader(how: str, tmp_path: Path) ->
     archive.close()
 
 
-def test_a_program_of_no_known_network_is_refused_by_its_names(tmp_path: Path) -> None:
+def test_program_of_an_unknown_network_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"tensor names \(scale, number0"):
-        checkpoint.read(program(tmp_path / "net.pt"))
+        checkpoint.read(save_program(tmp_path / "net.pt"))
 
 
-def test_a_program_without_tensors_says_so(tmp_path: Path) -> None:
-    assert "contains no tensors" in refused(program(tmp_path / "net.pt", net=nn.GELU()))
+def test_program_without_tensors_is_refused(tmp_path: Path) -> None:
+    assert "contains no tensors" in refusal_of(save_program(tmp_path / "net.pt", net=nn.GELU()))
 
 
 # Attacks
 
 
-class Evil:
-    """What `pickle` would call."""
+class CallOnUnpickle:
+    """An object whose unpickling calls a function."""
 
     def __init__(self, call: Callable[..., Any], *arguments: Any) -> None:
         self.call, self.arguments = call, arguments
@@ -120,124 +120,128 @@ class Evil:
         return self.call, self.arguments
 
 
-def unicode(text: str) -> bytes:
+def pickle_text(text: str) -> bytes:
     return b"X" + struct.pack("<I", len(text.encode())) + text.encode()
 
 
-def module(attributes: bytes) -> bytes:
+def pickle_module(attributes: bytes) -> bytes:
     """A pickle of one module with these attributes, keys and values in turn."""
     return b"\x80\x02c__torch__\nNet\n)\x81}(" + attributes + b"ub."
 
 
-def tensor(key: str = "0", numel: int = 1, offset: int = 0, shape: bytes = b")", stride: bytes = b")") -> bytes:
-    storage = b"(" + unicode("storage") + b"ctorch\nFloatStorage\n" + unicode(key) + unicode("cpu")
+def pickle_tensor(key: str = "0", numel: int = 1, offset: int = 0, shape: bytes = b")", stride: bytes = b")") -> bytes:
+    storage = b"(" + pickle_text("storage") + b"ctorch\nFloatStorage\n" + pickle_text(key) + pickle_text("cpu")
     storage += b"J" + struct.pack("<i", numel) + b"tQ"
-    rest = b"J" + struct.pack("<i", offset) + shape + stride + b"\x89ccollections\nOrderedDict\n)R"
-    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + rest + b"tR"
+    arguments = b"J" + struct.pack("<i", offset) + shape + stride + b"\x89ccollections\nOrderedDict\n)R"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + arguments + b"tR"
 
 
 @pytest.mark.parametrize("protocol", range(5))
-def test_a_pickle_that_would_run_code_runs_none(protocol: int, tmp_path: Path) -> None:
-    path = program(tmp_path / "net.pt")
+def test_malicious_pickle_executes_no_code(protocol: int, tmp_path: Path) -> None:
+    path = save_program(tmp_path / "net.pt")
     for number, call in enumerate((os.mkdir, eval, exec)):
-        made = tmp_path / f"made{number}"
-        asked = str(made) if call is os.mkdir else f"__import__('os').mkdir({str(made)!r})"
-        evil = rewritten(path, tmp_path / "evil.pt", data_pkl=pickle.dumps(Evil(call, asked), protocol))
+        folder = tmp_path / f"made{number}"
+        argument = str(folder) if call is os.mkdir else f"__import__('os').mkdir({str(folder)!r})"
+        malicious = copy_archive(
+            path, tmp_path / "evil.pt", data_pkl=pickle.dumps(CallOnUnpickle(call, argument), protocol)
+        )
         with pytest.raises(CheckpointError, match=r"refused: .* nothing in it was executed"):
-            open_archive(evil)
-        assert not made.exists()
-        pickle.loads(pickle.dumps(Evil(call, asked), protocol))  # it would have
-        assert made.exists()
+            open_archive(malicious)
+        assert not folder.exists()
+        pickle.loads(pickle.dumps(CallOnUnpickle(call, argument), protocol))  # plain pickle does run it
+        assert folder.exists()
 
 
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        (unicode("a") + b"cposix\nsystem\n", "it requires posix.system"),
-        (unicode("a") + b"cbuiltins\neval\n" + unicode("1") + b"\x85R", "it requires builtins.eval"),
-        (unicode("a") + b"ctorch\nload\n", "it requires torch.load"),
-        (unicode("a") + b"ctorch._utils\n_rebuild_qtensor\n", "it requires torch._utils._rebuild_qtensor"),
-        (unicode("a") + unicode("os") + unicode("system") + b"\x93", "the opcode STACK_GLOBAL"),
-        (unicode("a") + b"(ios\nsystem\n", "the opcode INST"),
-        (unicode("a") + b"\x82\x01", "the opcode EXT1"),
-        (unicode("a") + b"Pname\n", "the opcode PERSID"),
+        (pickle_text("a") + b"cposix\nsystem\n", "it requires posix.system"),
+        (pickle_text("a") + b"cbuiltins\neval\n" + pickle_text("1") + b"\x85R", "it requires builtins.eval"),
+        (pickle_text("a") + b"ctorch\nload\n", "it requires torch.load"),
+        (pickle_text("a") + b"ctorch._utils\n_rebuild_qtensor\n", "it requires torch._utils._rebuild_qtensor"),
+        (pickle_text("a") + pickle_text("os") + pickle_text("system") + b"\x93", "the opcode STACK_GLOBAL"),
+        (pickle_text("a") + b"(ios\nsystem\n", "the opcode INST"),
+        (pickle_text("a") + b"\x82\x01", "the opcode EXT1"),
+        (pickle_text("a") + b"Pname\n", "the opcode PERSID"),
     ],
 )
-def test_a_name_or_an_instruction_that_torch_does_not_write_is_refused_by_name(
-    attributes: bytes, message: str, tmp_path: Path
-) -> None:
-    evil = rewritten(program(tmp_path / "net.pt"), tmp_path / "evil.pt", data_pkl=module(attributes))
-    assert message in refused(evil)
+def test_unexpected_global_or_opcode_is_refused_by_name(attributes: bytes, message: str, tmp_path: Path) -> None:
+    malicious = copy_archive(
+        save_program(tmp_path / "net.pt"), tmp_path / "evil.pt", data_pkl=pickle_module(attributes)
+    )
+    assert message in refusal_of(malicious)
 
 
-ODD = {
-    "a class called like a function": unicode("a") + b"c__torch__\nNet\n)R",
-    "a function made like an object": unicode("a") + b"ctorch._utils\n_rebuild_tensor_v2\n)\x81)b",
-    "state for what is no module": unicode("a") + b"ccollections\nOrderedDict\n}b",
-    "a storage that is none": unicode("a") + b"(" + unicode("module") + b"NNNNtQ",
-    "a storage of no known type": unicode("a") + tensor().replace(b"ctorch\nFloatStorage\n", b"N"),
-    "a storage that is not there": unicode("a") + tensor("9999"),
-    "a storage outside the archive": unicode("a") + tensor("../../etc/passwd"),
-    "a storage of another size": unicode("a") + tensor(numel=2**30),
-    "a tensor beyond its storage": unicode("a") + tensor(offset=5),
-    "a negative stride": unicode("a") + tensor(shape=b"K\x02\x85", stride=b"J\xff\xff\xff\xff\x85"),
-    "a negative size": unicode("a") + tensor(shape=b"J\xff\xff\xff\xff\x85", stride=b"K\x01\x85"),
-    "sizes without strides": unicode("a") + tensor(shape=b"K\x01\x85"),
-    "a size that is no number": unicode("a") + tensor(shape=unicode("a") + b"\x85", stride=b"K\x01\x85"),
-    "a key whose hash is work": b"))\x86K\x01",
-    "a name without end": unicode("a" * 1000) + b"N",
-    "an attribute without a name": b"K\x01N",
-    "a mark that is not there": unicode("a") + b"tt",
-    "more taken than there is": unicode("a") + b"\x87\x87\x87",
-    "a memory that is empty": unicode("a") + b"h\x07",
+MALFORMED = {
+    "class called as a function": pickle_text("a") + b"c__torch__\nNet\n)R",
+    "function instantiated as an object": pickle_text("a") + b"ctorch._utils\n_rebuild_tensor_v2\n)\x81)b",
+    "state for a non-module": pickle_text("a") + b"ccollections\nOrderedDict\n}b",
+    "persistent id that is not a storage": pickle_text("a") + b"(" + pickle_text("module") + b"NNNNtQ",
+    "storage of unknown type": pickle_text("a") + pickle_tensor().replace(b"ctorch\nFloatStorage\n", b"N"),
+    "missing storage": pickle_text("a") + pickle_tensor("9999"),
+    "storage outside the archive": pickle_text("a") + pickle_tensor("../../etc/passwd"),
+    "storage of another size": pickle_text("a") + pickle_tensor(numel=2**30),
+    "tensor beyond its storage": pickle_text("a") + pickle_tensor(offset=5),
+    "negative stride": pickle_text("a") + pickle_tensor(shape=b"K\x02\x85", stride=b"J\xff\xff\xff\xff\x85"),
+    "negative size": pickle_text("a") + pickle_tensor(shape=b"J\xff\xff\xff\xff\x85", stride=b"K\x01\x85"),
+    "sizes without strides": pickle_text("a") + pickle_tensor(shape=b"K\x01\x85"),
+    "size that is not an integer": pickle_text("a")
+    + pickle_tensor(shape=pickle_text("a") + b"\x85", stride=b"K\x01\x85"),
+    "attribute name that is a tuple": b"))\x86K\x01",
+    "very long attribute name": pickle_text("a" * 1000) + b"N",
+    "attribute name that is an integer": b"K\x01N",
+    "missing mark": pickle_text("a") + b"tt",
+    "stack underflow": pickle_text("a") + b"\x87\x87\x87",
+    "missing memo entry": pickle_text("a") + b"h\x07",
 }
 
 
-@pytest.mark.parametrize("what", ODD)
-def test_a_pickle_that_makes_no_sense_is_damaged(what: str, tmp_path: Path) -> None:
-    source = program(tmp_path / "net.pt", net=nn.PReLU())  # whose storage is one number
-    assert "damaged" in refused(rewritten(source, tmp_path / "odd.pt", data_pkl=module(ODD[what])))
+@pytest.mark.parametrize("defect", MALFORMED)
+def test_malformed_pickle_is_reported_as_damaged(defect: str, tmp_path: Path) -> None:
+    source = save_program(tmp_path / "net.pt", net=nn.PReLU())  # a single storage of one number
+    assert "damaged" in refusal_of(copy_archive(source, tmp_path / "odd.pt", data_pkl=pickle_module(MALFORMED[defect])))
 
 
-def test_modules_that_share_their_branches_without_end_are_refused(tmp_path: Path) -> None:
-    """Each module holds the one before it twice: 2 ** 40 names in a file of two kilobytes; and one holds itself."""
+def test_exponential_or_cyclic_module_nesting_is_refused(tmp_path: Path) -> None:
+    """Each module contains the previous one twice: 2 ** 40 names in two kilobytes. Another contains itself."""
     empty = b"c__torch__\nNet\n)\x81}b"
     chain = b"q\x00" + b"".join(
-        b"c__torch__\nNet\n)\x81}(" + unicode("a") + b"h\x00" + unicode("b") + b"h\x00ubq\x00" for _ in range(40)
+        b"c__torch__\nNet\n)\x81}(" + pickle_text("a") + b"h\x00" + pickle_text("b") + b"h\x00ubq\x00"
+        for _ in range(40)
     )
-    itself = b"\x80\x02c__torch__\nNet\n)\x81q\x00}" + unicode("a") + b"h\x00sb."
-    source = program(tmp_path / "net.pt")
-    for data in (b"\x80\x02" + empty + chain + b".", itself):
-        assert "nested too deeply" in refused(rewritten(source, tmp_path / "many.pt", data_pkl=data))
-    assert MAX_ATTRIBUTES >= 100_000  # the largest published models have some ten thousand
+    cyclic = b"\x80\x02c__torch__\nNet\n)\x81q\x00}" + pickle_text("a") + b"h\x00sb."
+    source = save_program(tmp_path / "net.pt")
+    for data in (b"\x80\x02" + empty + chain + b".", cyclic):
+        assert "nested too deeply" in refusal_of(copy_archive(source, tmp_path / "many.pt", data_pkl=data))
+    assert MAX_ATTRIBUTES >= 100_000  # the largest published models have about ten thousand
 
 
-def test_a_compressed_member_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
-    bomb = rewritten(program(tmp_path / "net.pt"), tmp_path / "bomb.pt", zipfile.ZIP_DEFLATED)
-    assert "compressed" in refused(bomb)
+def test_compressed_member_is_refused_before_decompression(tmp_path: Path) -> None:
+    bomb = copy_archive(save_program(tmp_path / "net.pt"), tmp_path / "bomb.pt", zipfile.ZIP_DEFLATED)
+    assert "compressed" in refusal_of(bomb)
 
 
 # Damage
 
 
-def test_every_truncation_is_one_sentence(tmp_path: Path) -> None:
-    whole = program(tmp_path / "net.pt").read_bytes()
+def test_truncated_archive_is_a_one_sentence_error(tmp_path: Path) -> None:
+    data = save_program(tmp_path / "net.pt").read_bytes()
     path = tmp_path / "cut.pt"
-    for length in range(1, len(whole) - 1, 97):
-        path.write_bytes(whole[:length])
-        refused(path)
+    for length in range(1, len(data) - 1, 97):
+        path.write_bytes(data[:length])
+        refusal_of(path)
 
 
-def test_a_pickle_cut_anywhere_is_one_sentence(tmp_path: Path) -> None:
-    source = program(tmp_path / "net.pt")
+def test_truncated_pickle_is_reported_as_damaged(tmp_path: Path) -> None:
+    source = save_program(tmp_path / "net.pt")
     with zipfile.ZipFile(source) as archive:
         data = archive.read("net/data.pkl")
     for length in range(0, len(data) - 1, 13):
-        assert "damaged" in refused(rewritten(source, tmp_path / "cut.pt", data_pkl=data[:length]))
+        assert "damaged" in refusal_of(copy_archive(source, tmp_path / "cut.pt", data_pkl=data[:length]))
 
 
-def test_a_changed_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
-    path = program(tmp_path / "net.pt")
+def test_changed_byte_of_a_tensor_is_detected(tmp_path: Path) -> None:
+    path = save_program(tmp_path / "net.pt")
     script = open_torchscript(path)
     info = script.archive.NameToInfo[f"{script.root}data/{script.tensors['scale'].storage.key}"]
     script.close()
@@ -250,18 +254,18 @@ def test_a_changed_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
         archive.tensors["scale"]
 
 
-def test_another_byte_order_is_refused(tmp_path: Path) -> None:
-    swapped = rewritten(program(tmp_path / "net.pt"), tmp_path / "swapped.pt", byteorder=b"big")
-    assert "byte order" in refused(swapped)
+def test_big_endian_archive_is_refused(tmp_path: Path) -> None:
+    swapped = copy_archive(save_program(tmp_path / "net.pt"), tmp_path / "swapped.pt", byteorder=b"big")
+    assert "byte order" in refusal_of(swapped)
 
 
-def test_an_archive_without_its_pickle_or_storage_is_damaged(tmp_path: Path) -> None:
-    source = program(tmp_path / "net.pt", net=nn.PReLU())
+def test_archive_with_a_bad_pickle_or_missing_storage_is_damaged(tmp_path: Path) -> None:
+    source = save_program(tmp_path / "net.pt", net=nn.PReLU())
     stream = io.BytesIO()
     pickle.dump([1], stream, 2)
-    assert "damaged" in refused(rewritten(source, tmp_path / "list.pt", data_pkl=stream.getvalue()))
-    with zipfile.ZipFile(source) as old, zipfile.ZipFile(tmp_path / "less.pt", "w", TORCH) as new:
+    assert "damaged" in refusal_of(copy_archive(source, tmp_path / "list.pt", data_pkl=stream.getvalue()))
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(tmp_path / "less.pt", "w", UNCOMPRESSED) as new:
         for info in old.infolist():
             if "/data/" not in info.filename:
                 new.writestr(info.filename, old.read(info))
-    assert "data/0 does not hold the 4 bytes" in refused(tmp_path / "less.pt")
+    assert "data/0 does not hold the 4 bytes" in refusal_of(tmp_path / "less.pt")

@@ -1,4 +1,4 @@
-"""torchvision's files, against torchvision's own code on the same weights."""
+"""torchvision's files, compared with torchvision on the same weights."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ SMALL = ViTConfig(
 )
 
 
-def theirs(size: str = "small", image_size: int = 32, patch_size: int = 8, **options: Any) -> nn.Module:
+def torchvision_vit(size: str = "small", image_size: int = 32, patch_size: int = 8, **options: Any) -> nn.Module:
     models = import_peer("torchvision").models
     width, depth, heads, mlp = SIZES[size]
     options = {"num_classes": 7} | options
     return randomized(models.VisionTransformer(image_size, patch_size, depth, heads, width, mlp, **options))
 
 
-def saved(model: nn.Module, path: Path) -> Path:
+def save(model: nn.Module, path: Path) -> Path:
     torch.save(model.state_dict(), path)
     return path
 
 
 def read(model: nn.Module, folder: Path) -> tuple[ViT, ModelInfo]:
-    net, info = checkpoint.read(saved(model, folder / "weights.pth"))
+    net, info = checkpoint.read(save(model, folder / "weights.pth"))
     assert isinstance(net, ViT)
     return net, info
 
@@ -67,8 +67,8 @@ def info_of(config: ViTConfig | BiTConfig) -> ModelInfo:
         ("small", {"representation_size": 24}),
     ],
 )
-def test_logits_are_torchvisions(size: str, options: dict[str, Any], tmp_path: Path) -> None:
-    model = theirs(size, **options)
+def test_logits_match_torchvision(size: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = torchvision_vit(size, **options)
     net, info = read(model, tmp_path)
     width, depth, heads, mlp = SIZES[size]
     image, patch = options.get("image_size", 32), options.get("patch_size", 8)
@@ -84,7 +84,7 @@ def test_logits_are_torchvisions(size: str, options: dict[str, Any], tmp_path: P
 
 
 @pytest.mark.peer
-def test_vit_b_16_at_its_own_size(tmp_path: Path) -> None:
+def test_vit_b_16_matches_torchvision_at_full_size(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = import_peer("torchvision").models.vit_b_16()
     model = randomized(model.to_empty(device="cpu"))
@@ -97,15 +97,15 @@ def test_vit_b_16_at_its_own_size(tmp_path: Path) -> None:
 
 @pytest.mark.peer
 @pytest.mark.parametrize("image", [64, 24])
-def test_positions_are_resized_as_torchvision_does(image: int, tmp_path: Path) -> None:
-    model = theirs()
+def test_positions_are_resampled_as_in_torchvision(image: int, tmp_path: Path) -> None:
+    model = torchvision_vit()
     net, _ = read(model, tmp_path)
     resize = import_peer("torchvision").models.vision_transformer.interpolate_embeddings
     expected = resize(image, 8, OrderedDict(model.state_dict()))
     resized = net.resized(image)
     written = TORCHVISION.table(resized.config).write(resized.state_dict(), resized.config)
     assert (written["encoder.pos_embedding"] - expected["encoder.pos_embedding"]).abs().max() <= 1e-6
-    larger = theirs(image_size=image)
+    larger = torchvision_vit(image_size=image)
     larger.load_state_dict(expected)
     images = torch.randn(2, 3, image, image)
     with torch.no_grad():
@@ -113,9 +113,9 @@ def test_positions_are_resized_as_torchvision_does(image: int, tmp_path: Path) -
 
 
 @pytest.mark.peer
-def test_an_image_that_is_not_square_is_its_positions_resized_in_each_direction(tmp_path: Path) -> None:
-    """torchvision rejects such images; its modules, given positions for that grid, compute the reference."""
-    model = theirs()
+def test_non_square_image_resamples_positions_in_each_direction(tmp_path: Path) -> None:
+    """torchvision rejects non-square images; the reference applies its modules to resampled positions."""
+    model = torchvision_vit()
     net, _ = read(model, tmp_path)
     images = torch.randn(2, 3, 24, 56)
     with pytest.raises(AssertionError):
@@ -131,18 +131,20 @@ def test_an_image_that_is_not_square_is_its_positions_resized_in_each_direction(
 
 
 @pytest.mark.peer
-def test_attention_is_torchvisions(tmp_path: Path) -> None:
-    model = theirs()
+def test_attention_matches_torchvision(tmp_path: Path) -> None:
+    model = torchvision_vit()
     net, _ = read(model, tmp_path)
-    images, seen = torch.randn(2, 3, 32, 32), []
-    first = model.encoder.layers[0]
-    first.self_attention.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    images, layer_inputs = torch.randn(2, 3, 32, 32), []
+    first_layer = model.encoder.layers[0]
+    first_layer.self_attention.register_forward_pre_hook(lambda _, args: layer_inputs.append(args[0]))
     with torch.no_grad():
         model(images)
-        layer = first.self_attention
-        _, weights = layer(seen[0], seen[0], seen[0], need_weights=True, average_attn_weights=False)
-        given = net.features(images, outputs="attention").attention
-    assert relative(given[0], weights) <= 1e-5
+        self_attention = first_layer.self_attention
+        _, weights = self_attention(
+            layer_inputs[0], layer_inputs[0], layer_inputs[0], need_weights=True, average_attn_weights=False
+        )
+        attention = net.features(images, outputs="attention").attention
+    assert relative(attention[0], weights) <= 1e-5
 
 
 # Reading and writing
@@ -150,30 +152,30 @@ def test_attention_is_torchvisions(tmp_path: Path) -> None:
 
 @pytest.mark.peer
 @pytest.mark.parametrize("options", [{}, {"representation_size": 24}])
-def test_what_is_written_loads_strictly_and_is_what_was_read(options: dict[str, Any], tmp_path: Path) -> None:
-    model = theirs(**options)
+def test_written_file_loads_strictly_and_equals_the_original(options: dict[str, Any], tmp_path: Path) -> None:
+    model = torchvision_vit(**options)
     net, info = read(model, tmp_path)
     checkpoint.write(net, info, tmp_path / "again.pth", to="torchvision")
     state = torch.load(tmp_path / "again.pth", weights_only=True)
     expected = model.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
-    fresh = theirs(**options)
-    fresh.load_state_dict(state, strict=True)
+    new_model = torchvision_vit(**options)
+    new_model.load_state_dict(state, strict=True)
 
 
-def test_older_names_of_the_mlp_are_read(tmp_path: Path) -> None:
+def test_old_names_of_the_mlp_are_read(tmp_path: Path) -> None:
     net = randomized(build(SMALL))
     checkpoint.write(net, info_of(SMALL), tmp_path / "new.pth", to="torchvision")
     state = torch.load(tmp_path / "new.pth", weights_only=True)
-    spelled = {k.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): v for k, v in state.items()}
-    assert spelled.keys() != state.keys()
-    torch.save({"model": spelled, "epoch": 3}, tmp_path / "old.pth")
-    again, _ = checkpoint.read(tmp_path / "old.pth")
-    assert all(torch.equal(again.state_dict()[name], value) for name, value in net.state_dict().items())
+    old_state = {k.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): v for k, v in state.items()}
+    assert old_state.keys() != state.keys()
+    torch.save({"model": old_state, "epoch": 3}, tmp_path / "old.pth")
+    reloaded, _ = checkpoint.read(tmp_path / "old.pth")
+    assert all(torch.equal(reloaded.state_dict()[name], value) for name, value in net.state_dict().items())
 
 
-def test_googles_file_through_torchvisions_and_back_is_bit_for_bit_the_same(tmp_path: Path) -> None:
+def test_google_file_round_trips_through_torchvision_bit_for_bit(tmp_path: Path) -> None:
     config = SMALL.replace(activation="gelu-tanh", pre_logits=16)
     net = randomized(build(config))
     checkpoint.write(net, info_of(config), tmp_path / "first.npz", to="google")
@@ -190,8 +192,8 @@ def test_googles_file_through_torchvisions_and_back_is_bit_for_bit_the_same(tmp_
 # Values that the file does not store
 
 
-def described(config: ViTConfig) -> ModelInfo:
-    """The ModelInfo inferred from a file of this network, without its weights."""
+def inferred_info(config: ViTConfig) -> ModelInfo:
+    """The ModelInfo inferred from the names and shapes of this config."""
     state = build(config, meta=True).state_dict()
     names = TORCHVISION.table(config).write(state, config)
     return TORCHVISION.infer_info(Archive("memory", LazyTensors.from_tensors(names)))
@@ -200,8 +202,8 @@ def described(config: ViTConfig) -> ModelInfo:
 @pytest.mark.parametrize(
     ("width", "depth", "mlp", "heads"), [(1280, 32, 5120, 16), (1024, 24, 4096, 16), (128, 1, 64, 2)]
 )
-def test_heads_are_those_of_published_sizes_else_of_64_numbers(width: int, depth: int, mlp: int, heads: int) -> None:
-    info = described(SMALL.replace(width=width, depth=depth, mlp_dim=mlp, num_heads=heads))
+def test_num_heads_are_those_of_published_sizes_or_have_width_64(width: int, depth: int, mlp: int, heads: int) -> None:
+    info = inferred_info(SMALL.replace(width=width, depth=depth, mlp_dim=mlp, num_heads=heads))
     assert isinstance(info.config, ViTConfig)
     assert info.config.num_heads == heads
     assert any(f"{heads} are assumed" in note for note in info.notes)
@@ -209,22 +211,22 @@ def test_heads_are_those_of_published_sizes_else_of_64_numbers(width: int, depth
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", ["vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_h_14"])
-def test_preprocessing_is_torchvisions_for_the_published_files(name: str) -> None:
+def test_preprocessing_matches_torchvision_for_published_files(name: str) -> None:
     models = import_peer("torchvision").models
     for weights in models.get_model_weights(name):
         if weights.name == "IMAGENET1K_SWAG_LINEAR_V1":
-            continue  # its tensors look like those of the others: the note says so
+            continue  # not distinguishable from the others by its tensors, as a note says
         with torch.device("meta"):
             state = models.get_model(name, image_size=weights.meta["min_size"][0]).state_dict()
         info = TORCHVISION.infer_info(Archive("memory", LazyTensors.from_tensors(state)))
-        asked, given = weights.transforms(), info.preprocess
-        assert (given.resize, given.resize_to, given.image_size) == (
+        transforms, preprocess = weights.transforms(), info.preprocess
+        assert (preprocess.resize, preprocess.resize_to, preprocess.image_size) == (
             "short",
-            asked.resize_size[0],
-            2 * (asked.crop_size[0],),
+            transforms.resize_size[0],
+            2 * (transforms.crop_size[0],),
         )
-        assert (given.interpolation, given.antialias) == (asked.interpolation.value, True)
-        assert (given.mean, given.std) == (tuple(asked.mean), tuple(asked.std))
+        assert (preprocess.interpolation, preprocess.antialias) == (transforms.interpolation.value, True)
+        assert (preprocess.mean, preprocess.std) == (tuple(transforms.mean), tuple(transforms.std))
         assert (info.labels, info.family, info.task) == (None, "ViT", "classify")
         assert "the file does not store class names." in info.notes
         assert any("SWAG" in note for note in info.notes)
@@ -239,7 +241,7 @@ def test_preprocessing_is_torchvisions_for_the_published_files(name: str) -> Non
         ({"heads.tail.weight": torch.zeros(2)}, "unexpected heads.tail.weight"),
     ],
 )
-def test_a_file_that_does_not_fit_is_an_error_that_says_where(
+def test_mismatched_file_is_an_error_that_names_the_tensor(
     change: dict[str, Tensor | None], message: str, tmp_path: Path
 ) -> None:
     net = randomized(build(SMALL))
@@ -249,9 +251,9 @@ def test_a_file_that_does_not_fit_is_an_error_that_says_where(
         checkpoint.read(tmp_path / "odd.pth")
 
 
-def test_heads_that_cannot_be_guessed_are_an_error() -> None:
+def test_num_heads_that_cannot_be_inferred_are_an_error() -> None:
     with pytest.raises(FormatError, match="it cannot be guessed for width 48"):
-        described(SMALL.replace(width=48, num_heads=4))
+        inferred_info(SMALL.replace(width=48, num_heads=4))
 
 
 # Unsupported parts
@@ -277,7 +279,7 @@ def test_heads_that_cannot_be_guessed_are_an_error() -> None:
         ({"head_bias": False}, "a head without bias"),
     ],
 )
-def test_it_is_refused_by_name(options: dict[str, Any], part: str, tmp_path: Path) -> None:
+def test_unsupported_part_is_refused_by_name(options: dict[str, Any], part: str, tmp_path: Path) -> None:
     config = SMALL.replace(**options)
     with pytest.raises(ConversionError, match=re.escape(part)):
         checkpoint.write(build(config), info_of(config), tmp_path / "never.pth", to="torchvision")
@@ -297,9 +299,7 @@ def test_a_bit_network_is_refused() -> None:
         ({"num_heads": 4}, "num_heads=4"),
     ],
 )
-def test_what_its_code_or_its_files_cannot_state_is_written_only_when_told(
-    options: dict[str, Any], part: str, tmp_path: Path
-) -> None:
+def test_inexact_convention_requires_approximate(options: dict[str, Any], part: str, tmp_path: Path) -> None:
     config = SMALL.replace(**options)
     net = build(config)
     with pytest.raises(ConversionError, match=re.escape(part)):

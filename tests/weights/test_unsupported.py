@@ -1,4 +1,4 @@
-"""Unsupported families: the error names the family, for its authors' tensor names and for timm's."""
+"""Unsupported families: the error names the family, for the original tensor names and for timm's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vitrail.weights.unsupported import UNSUPPORTED, reject_architecture
 BLOCK = "norm1.weight norm1.bias attn.qkv.weight attn.proj.weight attn.proj.bias norm2.weight mlp.fc1.weight"
 TRUNK = "cls_token patch_embed.proj.weight patch_embed.proj.bias"
 FILES = {
-    # whose code: what it must be called, tensors outside the blocks, tensors of a block
+    # codebase: (name in the error, tensors outside the blocks, tensors of a block)
     "DINOv3, Meta's": (
         "DINOv3",
         f"{TRUNK} storage_tokens mask_token rope_embed.periods norm.weight",
@@ -71,8 +71,8 @@ FILES = {
 
 @pytest.mark.parametrize("section", ["", "model"])
 @pytest.mark.parametrize("kind", FILES)
-def test_a_file_of_a_family_that_is_not_read_is_refused_by_its_name(kind: str, section: str, tmp_path: Path) -> None:
-    called, outside, inside = FILES[kind]
+def test_file_of_an_unsupported_family_is_refused_by_name(kind: str, section: str, tmp_path: Path) -> None:
+    family, outside, inside = FILES[kind]
     blocks = (
         "visual.transformer.resblocks" if kind.startswith("PE") else "visual.blocks" if "CLIP" in kind else "blocks"
     )
@@ -82,12 +82,14 @@ def test_a_file_of_a_family_that_is_not_read_is_refused_by_its_name(kind: str, s
     with pytest.raises(FormatError) as error:
         checkpoint.read(tmp_path / "deit_base_patch16_224.pth")
     message = str(error.value).partition(": ")[2]
-    assert called in message
-    assert not re.search(r"pass |family=|activation=|num_heads=", message), "advice that leads into another family"
+    assert family in message
+    assert not re.search(r"pass |family=|activation=|num_heads=", message), (
+        "the error must not suggest an option that gives another family"
+    )
 
 
 @pytest.mark.parametrize(
-    ("architecture", "called"),
+    ("architecture", "family"),
     [
         ("swin_tiny_patch4_window7_224", "Swin Transformer,"),
         ("swinv2_tiny_window8_256", "Swin Transformer V2"),
@@ -98,10 +100,10 @@ def test_a_file_of_a_family_that_is_not_read_is_refused_by_its_name(kind: str, s
         ("vit_pe_core_base_patch16_224", "Perception Encoder"),
     ],
 )
-def test_an_architecture_of_timms_is_refused_by_its_name(architecture: str, called: str) -> None:
-    with pytest.raises(FormatError, match=f"timm's {architecture} is .*{called}"):
+def test_unsupported_timm_architecture_is_refused_by_name(architecture: str, family: str) -> None:
+    with pytest.raises(FormatError, match=f"timm's {architecture} is .*{family}"):
         reject_architecture(architecture)
 
 
-def test_what_shares_its_tensors_with_a_family_names_one_that_there_is() -> None:
+def test_shared_with_names_a_known_family() -> None:
     assert {family.shared_with for family in UNSUPPORTED} <= {"", *FAMILIES}

@@ -1,6 +1,6 @@
-"""`vitrail.export`: a model as a file for ONNX Runtime, torch.export or OpenVINO, compared before it is called done.
+"""`vitrail.export`: writes a model as an ONNX, torch.export or OpenVINO file and compares the file with the model.
 
-`running` is the other way: a model that an engine runs, whether from such a file or not.
+`with_engine` runs a model, or such a file, with another engine than torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vitrail.errors import ConfigError, DataError, ModelError
 from vitrail.evaluate.class_matching import MappedSource, labels_for_matching, match_classes
 from vitrail.evaluate.features import weights_checksum
 from vitrail.evaluate.synsets import read_synsets_file
-from vitrail.export import exporter as exporting
+from vitrail.export import exporter
 from vitrail.export.engines import Engine, open_engine, openvino_core
 from vitrail.export.export_metadata import ExportMetadata, OutputType
 from vitrail.export.export_options import REQUIRED_PACKAGES, is_exported, resolve_request
@@ -38,10 +38,10 @@ from vitrail.runtime.amx import check_bfloat16
 from vitrail.weights.class_names import read_labels
 from vitrail.weights.loading import adapt_model
 
-CALIBRATED = 128
-"""Images that int8 is calibrated on, at most."""
-CHECKED = 1000
-"""Images that an export is compared on, at most."""
+MAX_CALIBRATION_IMAGES = 128
+"""Maximum number of calibration images for int8."""
+MAX_COMPARISON_IMAGES = 1000
+"""Maximum number of images on which a file is compared with the model."""
 
 
 def export(
@@ -64,12 +64,21 @@ def export(
 ) -> ExportResult:
     """Write a model as "onnx", "pt2" (torch.export) or "openvino": `export("ViT-Ti/16", "model.onnx")`.
 
-    Without `to` the name's ending tells which. The file takes pixels as they are, B H W C, 0 to 255, and
-    gives probabilities; `raw`: normalized images, B C H W, and logits. `image` is another size, `batch` a
-    fixed number of images. int8 is calibrated on the images of `calibrate`. Before it is called done
-    the file is run beside the model on the images of `check` (data as `vitrail.evaluate` takes them, or
-    a list; without it, parts of two photographs), and one that does not agree is not left behind. A name,
-    a file or a hub id is loaded with `options`, which are those of `load`.
+    The input of the file is pixels, B H W C, 0 to 255, and the output is probabilities (features, if the model has no
+    classes). The file is compared with the model on real images; if the outputs differ too much, CheckpointError is
+    raised and no file is written.
+
+    model: a Model, or a name, file, folder or hub id, which is loaded with `options`, those of `vitrail.load`.
+    to: the default is the format of the suffix of `path`, else ONNX.
+    image_size: another image size, for which position embeddings are resampled.
+    batch_size: a fixed batch size; the default is any.
+    raw: the input is normalized images, B C H W, and the output is logits.
+    precision: "float32", "bfloat16" or "int8".
+    calibrate, check: images for the calibration of int8 and for the comparison, as a data set that `vitrail.evaluate`
+        accepts or a list; `root` is the folder of the built-in data sets. The default of `check` is crops of two
+        photographs.
+    step, started, advance: called with the name of each step, with the number of images to compare, and with the number
+        of images after each compared batch.
     """
     target, to, precision = check_request(path, to, precision, calibrate is not None, overwrite)
     vit = model if isinstance(model, Model) else load(model, **options)
@@ -80,101 +89,108 @@ def export(
         to=cast(Any, to),
         precision=cast(Any, precision),
         normalize_inside=not raw,
-        output_type=_answer(vit, raw),
+        output_type=_output_type(vit, raw),
         batch_size=batch_size,
     )
-    images, targets = _checked(check, vit, root)
-    if precision == "int8" and calibrate and _same(calibrate, check):
-        warn_once(["calibrated and compared on the same images: others may agree less"], about=str(target))
+    images, targets = _comparison_images(check, vit, root)
+    if precision == "int8" and calibrate and _is_same_data(calibrate, check):
+        warn_once(
+            ["calibrated and compared on the same images: the agreement on others may be lower"], about=str(target)
+        )
     started(len(images))
-    found = exporting.export(
+    result = exporter.export(
         net,
         metadata,
         target,
-        exporting.preprocess_images(metadata, images),
+        exporter.preprocess_images(metadata, images),
         targets=targets,
-        calibration=exporting.preprocess_images(metadata, calibration_images(calibrate, root))
+        calibration=exporter.preprocess_images(metadata, calibration_images(calibrate, root))
         if precision == "int8"
         else (),
         overwrite=overwrite,
         step=step,
         advance=advance,
     )
-    warn_once(found.notes, about=str(target))
-    return found
+    warn_once(result.notes, about=str(target))
+    return result
 
 
 def check_request(
     path: str | Path, to: str | None, precision: str, calibrated: bool, overwrite: bool
 ) -> tuple[Path, str, str]:
-    """The file to write, its format and its precision, once all is known that could be in their way."""
+    """The file to write, its format and its precision; raises if the export cannot succeed. Loads no model."""
     target, to, precision = resolve_request(path, to, precision, calibrated=calibrated, overwrite=overwrite)
     for name in REQUIRED_PACKAGES[to]:
         import_optional(name)
     if precision == "bfloat16":
-        check_bfloat16()  # before torch has computed anything
+        check_bfloat16()  # before the first computation of torch
     if to == "openvino":
-        openvino_core()  # which must be told of the CPU before it is used
+        openvino_core()  # its ISA limit must be set before the first computation
     return target, to, precision
 
 
 def check_images(calibrate: str | None, check: str | None, root: str | None = None) -> None:
-    """Raise DataError where there are none."""
+    """Raise DataError if a data set of images cannot be sampled."""
     for data in filter(None, dict.fromkeys((calibrate, check))):
-        _some(data, 1, root)
+        _sample_source(data, 1, root)
 
 
-def _same(one: object, other: object) -> bool:
-    """Whether this is one data set, or the very same list."""
-    return one is other or (isinstance(one, str) and one == other)
+def _is_same_data(calibrate: object, check: object) -> bool:
+    """Whether both are the same data set, or the same list object."""
+    return calibrate is check or (isinstance(calibrate, str) and calibrate == check)
 
 
-def _answer(vit: Model, raw: bool) -> OutputType:
+def _output_type(vit: Model, raw: bool) -> OutputType:
+    """Features without classes; else logits if `raw`, probabilities if not."""
     if vit.info.task != "classify" or not vit.config.num_classes:
         return "features"
     return "logits" if raw else "probabilities"
 
 
-def _checked(
+def _comparison_images(
     check: str | Sequence[ImageLike] | None, vit: Model, root: str | None
 ) -> tuple[list[Any], npt.NDArray[np.int64] | None]:
-    """Images to compare on, and their classes where the data tell."""
+    """Images for the comparison, and their class indices if the data are labeled with the model's classes."""
     if check is None:
         return sample_images(vit.config.channels), None
     if not isinstance(check, str):
         return list(check), None
-    source, places = _some(check, CHECKED, root)
-    images = [source[int(i)].image for i in places]
+    source, indices = _sample_source(check, MAX_COMPARISON_IMAGES, root)
+    images = [source[int(i)].image for i in indices]
     if vit.info.task != "classify" or not vit.config.num_classes or source.multi_label:
         return images, None
     try:
         labels = labels_for_matching(vit.info, source)
         match = match_classes(source, labels, vit.config.num_classes, synsets=read_synsets_file(check, source.labels))
     except DataError as error:
-        warn_once([f"whether answers are right is not compared: {error}"], about=check)
+        warn_once([f"top-1 accuracy is not compared: {error}"], about=check)
         return images, None
     warn_once(match.notes, about=check)
-    return images, MappedSource(source, match).targets.astype(np.int64)[places]
+    return images, MappedSource(source, match).targets.astype(np.int64)[indices]
 
 
 def calibration_images(calibrate: str | Sequence[ImageLike] | None, root: str | None = None) -> list[Any]:
-    """What int8 has its scales from: data as `vitrail.evaluate` takes them, or images; none of None."""
+    """Calibration images for int8, from a data set or a list; empty if `calibrate` is None."""
     if not isinstance(calibrate, str):
-        return list(calibrate or ())[:CALIBRATED]
-    source, places = _some(calibrate, CALIBRATED, root)
-    return [source[int(i)].image for i in places]
+        return list(calibrate or ())[:MAX_CALIBRATION_IMAGES]
+    source, indices = _sample_source(calibrate, MAX_CALIBRATION_IMAGES, root)
+    return [source[int(i)].image for i in indices]
 
 
-def _some(data: str, most: int, root: str | None) -> tuple[Source, npt.NDArray[np.int64]]:
-    """A data set's measured part, and the numbers of so many images from all over it."""
+def _sample_source(data: str, max_images: int, root: str | None) -> tuple[Source, npt.NDArray[np.int64]]:
+    """The evaluation split of a data set, and the indices of at most `max_images` images, evenly spaced."""
     source = open_source_splits(DataConfig(source=data, root=root), require_labels=False).evaluation_source
     if not hasattr(source, "__len__") or not len(source):
-        raise DataError(f"{data} has no images." if hasattr(source, "__len__") else f"{data} is a stream.")
-    return source, np.unique(np.linspace(0, len(source) - 1, min(most, len(source))).astype(np.int64))
+        raise DataError(
+            f"{data} has no images."
+            if hasattr(source, "__len__")
+            else f"{data} is a stream, which cannot be sampled from; try shards:."
+        )
+    return source, np.unique(np.linspace(0, len(source) - 1, min(max_images, len(source))).astype(np.int64))
 
 
 class EngineModel(Model):
-    """A model that an engine runs: it predicts as any other, and cannot be looked into."""
+    """A Model run by an engine: it predicts like any other, but cannot be explained, modified or trained."""
 
     def __init__(self, engine: Engine, source: Path | Model) -> None:
         self.engine, self._info, self.source = engine, engine.info, source
@@ -194,46 +210,46 @@ class EngineModel(Model):
 
     def __getattr__(self, name: str) -> NoReturn:
         if name == "net":
-            raise self._refusal("it can be run, but not explained, modified or trained")
+            raise self._unsupported("it can be run, but not explained, modified or trained")
         raise AttributeError(name)
 
     @property
     def fingerprint(self) -> str:
-        """Eight letters that differ for other weights."""
+        """CRC-32 of the weights or of the exported files, 8 hex digits."""
         if isinstance(self.source, Model):
             return weights_checksum(self.source.net)
-        found = 0
+        checksum = 0
         for part in existing_files(self.source):
-            found = zlib.crc32(part.read_bytes(), found)
-        return f"{found:08x}"
+            checksum = zlib.crc32(part.read_bytes(), checksum)
+        return f"{checksum:08x}"
 
     def outputs(self, pixels: Tensor) -> Tensor:
-        """B C H W, 0 to 255 -> B outputs, on the CPU."""
+        """Pixels, B C H W, 0 to 255 -> outputs, B K, on the CPU."""
         return torch.from_numpy(self.engine.logits(pixels.permute(0, 2, 3, 1).cpu().numpy()))
 
     def check_features(self) -> None:
-        """Raise ModelError where the outputs are classes."""
+        """Raise ModelError if the outputs are classes."""
         if self.info.task == "classify" and self.config.num_classes:
-            raise self._refusal("it outputs classes, not features")
+            raise self._unsupported("it outputs classes, not features")
 
     def _run(self, pixels: Sequence[Pixels], output: OutputName) -> Tensor:
         if output == "pooled":
             self.check_features()
         return torch.from_numpy(self.engine.logits(np.stack(pixels)))
 
-    def _refusal(self, why: str) -> ModelError:
-        """Why not, and what to load instead."""
+    def _unsupported(self, reason: str) -> ModelError:
+        """The error for an operation that needs the network; names what to load instead."""
         origin = self.info.origin
         if isinstance(self.source, Model):
-            return ModelError(f"{self.engine.name} runs {origin or 'this model'}: {why}; load it without an engine.")
+            return ModelError(f"{self.engine.name} runs {origin or 'this model'}: {reason}; load it without an engine.")
         made_from = f" ({origin})" * bool(origin)
         return ModelError(
-            f"{self.source} is an exported model: {why}; use the checkpoint it was exported from{made_from}."
+            f"{self.source} is an exported model: {reason}; use the checkpoint it was exported from{made_from}."
         )
 
     def _width(self, output: OutputName) -> int:
-        own = self.config.pooled_width if isinstance(self.config, ViTConfig) else 0
-        return self.config.num_classes or own or super()._width(output)
+        pooled_width = self.config.pooled_width if isinstance(self.config, ViTConfig) else 0
+        return self.config.num_classes or pooled_width or super()._width(output)
 
     def __repr__(self) -> str:
         name = self.info.origin or self.info.family
@@ -241,18 +257,18 @@ class EngineModel(Model):
 
 
 class EngineModule(nn.Module):
-    """Such a model for those who call a network: its images are pixels, B C H W, 0 to 255."""
+    """An EngineModel with the interface of a network: pixels, B C H W, 0 to 255 -> outputs, B K."""
 
-    def __init__(self, vit: EngineModel) -> None:
+    def __init__(self, model: EngineModel) -> None:
         super().__init__()
-        self.vit = vit
+        self.model = model
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return self.vit.outputs(pixels).to(pixels.device)
+        return self.model.outputs(pixels).to(pixels.device)
 
 
 class PixelPreprocess(Preprocess):
-    """Images prepared as ever, and not normalized."""
+    """Preprocessing without normalization, which the engine applies."""
 
     def normalize(self, batch: Tensor) -> Tensor:
         return batch
@@ -270,7 +286,11 @@ def with_engine(
     root: str | None = None,
     **options: Any,
 ) -> Model:
-    """A model run by an engine, which `open_engine` describes: `with_engine("ViT-B/16", "auto").predict("cat.jpg")`."""
+    """Open a model or an exported file with an engine: `with_engine("ViT-B/16", "auto").predict("cat.jpg")`.
+
+    `engine`, `device` and `threads` are those of `open_engine`, `options` those of `vitrail.load`. `labels` replaces
+    the class names. `calibrate` is a data set or a list of images for int8 with engine="auto".
+    """
     if isinstance(source, EngineModel):
         labels = source.labels if labels is None else labels
         source = source.source
@@ -288,13 +308,13 @@ def with_engine(
 def _check_unchanged(
     path: Path, device: str | torch.device, dtype: str | torch.dtype | None, options: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError where something else is expected than what was exported."""
-    given = sorted(name for name, value in options.items() if value is not None)
-    if given:
-        raise ConfigError(f"{path} is exported already: {', '.join(given)} cannot be changed any more.")
+    """Raise ConfigError if an option would change what was exported."""
+    changed = sorted(name for name, value in options.items() if value is not None)
+    if changed:
+        raise ConfigError(f"{path} is already exported: {', '.join(changed)} cannot be changed.")
     if str(device) not in ("auto", "cpu"):
         raise ConfigError(
-            f"{path} is exported and runs on the CPU; for {device}, load the checkpoint it was made from."
+            f"{path} is exported and runs on the CPU only; for {device}, load the checkpoint it was made from."
         )
     if dtype not in (None, "float32", torch.float32):
-        raise ConfigError(f"{path} has its precision already; for {dtype}, export it anew or load the checkpoint.")
+        raise ConfigError(f"{path} has a fixed precision; for {dtype}, export it again or load the checkpoint.")

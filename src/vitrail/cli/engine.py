@@ -43,11 +43,16 @@ def open_with_engine(
     **options: Any,
 ) -> Model:
     """The model of `--model`, a checkpoint or an exported file, run by `--engine`; `options` are `open_model`'s."""
-    ours = engine in (None, "torch")
-    if not ours and dtype != "float32":
+    uses_torch = engine in (None, "torch")
+    if not uses_torch and dtype != "float32":
         raise ConfigError(f"--dtype {dtype} is only for torch; {engine} has a fixed dtype.")
     vit = open_model(
-        model, overrides=overrides, require_network=False, device=device if ours else "cpu", dtype=dtype, **options
+        model,
+        overrides=overrides,
+        require_network=False,
+        device=device if uses_torch else "cpu",
+        dtype=dtype,
+        **options,
     )
     if engine is None:
         return vit

@@ -1,4 +1,4 @@
-"""`vitrail export`: a model as a file for other engines, compared with the model before it is called done."""
+"""`vitrail export`: write a model as a file for other engines, and compare the file with the model."""
 
 from __future__ import annotations
 
@@ -23,29 +23,32 @@ if TYPE_CHECKING:
     from vitrail.export.compare import Comparison
     from vitrail.export.exporter import ExportResult
 
-CALLED = {"onnx": "ONNX", "pt2": "torch.export", "openvino": "OpenVINO"}
+FORMAT_TITLES = {"onnx": "ONNX", "pt2": "torch.export", "openvino": "OpenVINO"}
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A name, a file, a folder or a hub id.")]
 Target = Annotated[Path, typer.Argument(metavar="DST", help="The file to write, such as model.onnx.")]
 To = Annotated[
     str | None,
     typer.Option(
-        "--to", metavar="FORMAT", help="onnx, pt2 (torch.export) or openvino.", show_default="as DST ends, else onnx"
+        "--to",
+        metavar="FORMAT",
+        help="onnx, pt2 (torch.export) or openvino.",
+        show_default="from the suffix of DST, else onnx",
     ),
 ]
-Batch = Annotated[
-    str, typer.Option("--batch-size", metavar="N", help="A fixed number of images at a time, or dynamic.")
-]
+Batch = Annotated[str, typer.Option("--batch-size", metavar="N", help="A fixed batch size, or dynamic for any.")]
 Raw = Annotated[
-    bool, typer.Option("--raw", help="Normalized images in and logits out, instead of pixels and probabilities.")
+    bool,
+    typer.Option("--raw", help="Normalized images as input and logits as output, instead of pixels and probabilities."),
 ]
 Precision = Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16 or int8.")]
 Calibrate = Annotated[
-    str | None, typer.Option(metavar="SPEC", help="Images for int8, like those it will see: a folder, shards, ...")
+    str | None,
+    typer.Option(metavar="SPEC", help="Calibration images for int8, similar to those in use: a folder, shards, ..."),
 ]
 Check = Annotated[
     str | None,
-    typer.Option(metavar="SPEC", help="Images to compare on.", show_default="parts of two photographs"),
+    typer.Option(metavar="SPEC", help="Images for the comparison.", show_default="crops of two photographs"),
 ]
 Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Folder of the built-in datasets.")]
 
@@ -79,8 +82,9 @@ def export(
         "section": section,
         "family": family,
     }
-    count = _count(batch_size)
-    target, to, precision = _checked(dst, to, precision, calibrate, labels, overwrite)  # before the work, not after it
+    fixed_batch_size = _parse_batch_size(batch_size)
+    # Before torch and the model are loaded, which takes seconds.
+    target, to, precision = _check_request(dst, to, precision, calibrate, labels, overwrite)
     with stoppable(), err.status("loading torch and the exporters"):
         from vitrail.api.exporting import check_images, check_request
         from vitrail.api.exporting import export as run
@@ -89,53 +93,53 @@ def export(
         check_request(target, to, precision, calibrate is not None, overwrite)
     vit = open_model(model, overrides=overrides, require_classes=False, **options)
 
-    with stoppable(), Steps() as steps:
-        found = run(
+    with stoppable(), ExportProgress() as progress:
+        result = run(
             vit,
             target,
             to=to,
-            batch_size=count,
+            batch_size=fixed_batch_size,
             raw=raw,
             precision=precision,
             calibrate=calibrate,
             check=check,
             root=root,
             overwrite=overwrite,
-            step=steps.step,
-            started=steps.started,
-            advance=steps.advance,
+            step=progress.step,
+            started=progress.started,
+            advance=progress.advance,
         )
     if as_json:
-        typer.echo(json.dumps({"path": str(found.path)} | found.to_dict(), indent=2))
+        typer.echo(json.dumps({"path": str(result.path)} | result.to_dict(), indent=2))
         return
-    print_plain(Text(str(found.path), style="bold"))
-    print_plain(Text(_summary(found), style="dim"))
-    print_plain(_table(found))
-    print_plain(Text(f"\ncompared in {found.comparison.ran_on}\n{_report(found)}", style="dim"))
+    print_plain(Text(str(result.path), style="bold"))
+    print_plain(Text(_summary(result), style="dim"))
+    print_plain(_table(result))
+    print_plain(Text(f"\ncompared in {result.comparison.ran_on}\n{_report_note(result)}", style="dim"))
 
 
-def _checked(
+def _check_request(
     dst: Path, to: str | None, precision: str, calibrate: str | None, labels: str | None, overwrite: bool
 ) -> tuple[Path, str, str]:
-    """What is asked for, as far as it can be told without torch."""
+    """Check the options as far as possible without torch; returns the target, format and precision."""
     from vitrail.export.export_options import resolve_request
     from vitrail.weights.class_names import read_labels
 
-    found = resolve_request(dst, to, precision, calibrated=calibrate is not None, overwrite=overwrite)
+    request = resolve_request(dst, to, precision, calibrated=calibrate is not None, overwrite=overwrite)
     if labels is not None:
         read_labels(labels)
-    return found
+    return request
 
 
-class Steps:
-    """How far an export is: a bar on a terminal, elsewhere a line for each step."""
+class ExportProgress:
+    """Progress of an export: a bar in a terminal, else one line per step."""
 
     def __init__(self) -> None:
         self.bar = progress_bar()
         self.task = self.bar.add_task("preparing images", total=None)
         self.images: int | None = None
 
-    def __enter__(self) -> Steps:
+    def __enter__(self) -> ExportProgress:
         self.bar.start()
         return self
 
@@ -145,12 +149,12 @@ class Steps:
     def started(self, images: int) -> None:
         self.images = images
 
-    def step(self, what: str) -> None:
-        # Only comparing goes image by image; the bar of the others moves to and fro.
+    def step(self, name: str) -> None:
+        # Only the comparison has a known length; the bar of other steps is indeterminate.
         self.bar.remove_task(self.task)
-        self.task = self.bar.add_task(what, total=self.images if what == "comparing" else None)
+        self.task = self.bar.add_task(name, total=self.images if name == "comparing" else None)
         if not err.is_terminal:
-            err.print(Text(f"{what} ...", style="dim"))
+            err.print(Text(f"{name} ...", style="dim"))
 
     def advance(self, count: int) -> None:
         self.bar.advance(self.task, count)
@@ -158,23 +162,23 @@ class Steps:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """SIGTERM ends the work as Ctrl-C does, so that nothing half-done stays behind."""
+    """Exit on SIGTERM as on Ctrl-C, so that temporary files are removed."""
 
     def stop(sig: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + sig)
 
     try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # in a thread that is not the first
+        previous = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not in the main thread
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
-def _count(batch: str) -> int | None:
+def _parse_batch_size(batch: str) -> int | None:
     if batch == "dynamic":
         return None
     if not batch.isdecimal() or not int(batch):
@@ -184,54 +188,63 @@ def _count(batch: str) -> int | None:
     return int(batch)
 
 
-def _summary(found: ExportResult) -> str:
+def _summary(result: ExportResult) -> str:
     from vitrail.export.export_metadata import format_size
 
-    metadata = found.metadata
-    many = "any batch" if metadata.batch_size is None else f"batches of {metadata.batch_size}"
-    goes = "pixels" if metadata.normalize_inside else "normalized images"
-    size_ = f"{found.size / 1e6:.1f} MB, the weights alone {found.weights / 1e6:.1f} in float32"
-    first = f"{CALLED[metadata.to]}, {metadata.precision}, {format_size(metadata.image)} px"
-    return f"{first}, {many}, {goes} to {metadata.output_type}\nimages: {metadata.info.preprocess.summary()}\n{size_}\n"
+    metadata = result.metadata
+    batch = "any batch size" if metadata.batch_size is None else f"batch size {metadata.batch_size}"
+    inputs = "pixels" if metadata.normalize_inside else "normalized images"
+    size = f"{result.size / 1e6:.1f} MB, the weights in float32 are {result.weight_bytes / 1e6:.1f} MB"
+    format_ = f"{FORMAT_TITLES[metadata.to]}, {metadata.precision}, {format_size(metadata.image_size)} px"
+    return (
+        f"{format_}, {batch}, {inputs} to {metadata.output_type}\n"
+        f"images: {metadata.info.preprocess.summary()}\n{size}\n"
+    )
 
 
-def _report(found: ExportResult) -> str:
-    """What lies beside the file."""
-    info = found.metadata.info
+def _report_note(result: ExportResult) -> str:
+    """What the JSON file beside the export contains."""
+    info = result.metadata.info
     if info.task == "classify" and info.config.num_classes and info.labels is None:
-        return f"{found.report} has these numbers and the preprocessing\nits classes have no names: pass --labels FILE"
-    return f"{found.report} has these numbers, {'class names and ' * (info.labels is not None)}preprocessing"
+        return (
+            f"{result.report} contains these numbers and the preprocessing\n"
+            "the classes have no names: pass --labels FILE"
+        )
+    return f"{result.report} contains these numbers, {'class names and ' * (info.labels is not None)}preprocessing"
 
 
-def _table(found: ExportResult) -> Table:
-    """Compared with the model: one number to a line, and dim beside it what it is held against."""
-    compared = found.comparison
+def _table(result: ExportResult) -> Table:
+    """The comparison with the model: one value per row, and beside it, dimmed, what it is compared with."""
+    comparison = result.comparison
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    of = "image" if compared.images == 1 else "images"
-    table.add_column(f"on {compared.images:,} {of}", no_wrap=True)
+    noun = "image" if comparison.images == 1 else "images"
+    table.add_column(f"on {comparison.images:,} {noun}", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("", style="dim")
-    allowed = compared.to_dict()["relative_error_allowed"]
-    table.add_row("largest error", f"{compared.error:.1e}", f"of {compared.output_type}")
-    table.add_row("relative error", f"{compared.relative:.1e}", f"{allowed:g} is allowed in {found.metadata.precision}")
-    for row in _agreement(compared):
+    allowed = comparison.to_dict()["relative_error_allowed"]
+    table.add_row("largest error", f"{comparison.max_error:.1e}", f"of {comparison.output_type}")
+    table.add_row(
+        "relative error", f"{comparison.relative_error:.1e}", f"{allowed:g} is allowed in {result.metadata.precision}"
+    )
+    for row in _agreement_rows(comparison):
         table.add_row(*row)
-    speed = compared.speed
+    speed = comparison.speed
     if speed is not None:
-        about = f"{speed.ratio:.2f} x the model in turns, batches of {speed.batch_size}"
-        table.add_row("images a second", f"{speed.export:,.3g}", about)
+        about = f"{speed.ratio:.2f} x the model, at batch size {speed.batch_size}"
+        table.add_row("images/s", f"{speed.export:,.3g}", about)
     return table
 
 
-def _agreement(compared: Comparison) -> list[tuple[str, str, str]]:
+def _agreement_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
+    """Rows of the top-1 agreement and, if the images are labeled, of the top-1 accuracy."""
     rows = []
-    if compared.agreement is not None:
-        low, high = 100 * compared.agreement.low, 100 * compared.agreement.high
-        about = f"{compared.same:,} of {compared.images:,}; 95 % interval {low:.1f} to {high:.1f}"
-        rows.append(("same top-1", f"{100 * compared.agreement.value:.1f} %", about))
-    if compared.change is not None and compared.top1 is not None:
-        change = compared.change
-        between = f"{100 * change.low:+.1f} to {100 * change.high:+.1f}"
-        about = f"the model {100 * compared.top1[1]:.1f} %; {100 * change.value:+.1f}, paired {between}"
-        rows.append(("top-1", f"{100 * compared.top1[0]:.1f} %", about))
+    if comparison.agreement is not None:
+        low, high = 100 * comparison.agreement.low, 100 * comparison.agreement.high
+        details = f"{comparison.same_top1:,} of {comparison.images:,}; 95 % interval {low:.1f} to {high:.1f}"
+        rows.append(("same top-1", f"{100 * comparison.agreement.value:.1f} %", details))
+    if comparison.top1_change is not None and comparison.top1 is not None:
+        change = comparison.top1_change
+        interval = f"{100 * change.low:+.1f} to {100 * change.high:+.1f}"
+        details = f"the model {100 * comparison.top1[1]:.1f} %; {100 * change.value:+.1f}, paired {interval}"
+        rows.append(("top-1", f"{100 * comparison.top1[0]:.1f} %", details))
     return rows

@@ -1,4 +1,4 @@
-"""The fastest engine that agrees with the model, found once for a machine and remembered."""
+"""`--engine auto`: times the installed engines and selects the fastest; the choice is cached for this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vitrail.errors import CheckpointError, VitrailError
-from vitrail.export.compare import BATCH, ROUNDS, TOLERANCE, measure_throughput
+from vitrail.export.compare import BATCH_SIZE, ROUNDS, TOLERANCE, measure_throughput
 from vitrail.export.engine_cache import ENGINE_FORMATS, cache_folder, cached_engine, file_lock, is_persistent
 from vitrail.export.engines import ENGINES_BY_SUFFIX, Engine, FileEngine, open_file, openvino_core, torch_engine
 from vitrail.export.export_metadata import ExportMetadata, Precision
@@ -28,12 +28,12 @@ from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.writers import write_json
 
 SECONDS = 0.15
-"""Each candidate's turn in a round."""
+"""Duration of each timing in a round."""
 MAX_ERROR = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.1}
-"""How far the outputs of an engine that nobody has named may be off, as a share of their size."""
+"""Maximum relative error of the outputs of an engine that is selected automatically, by precision."""
 
-Found = dict[str, Any]
-"""What is remembered of a race."""
+Benchmark = dict[str, Any]
+"""Result of a benchmark, cached as JSON."""
 
 
 def fastest_engine(
@@ -44,120 +44,127 @@ def fastest_engine(
     calibrate: Sequence[Any] = (),
     concurrency: int = 1,
 ) -> Engine:
-    """Of torch, ONNX Runtime and OpenVINO in float32 and OpenVINO in bfloat16 and int8: the fastest that agrees.
+    """The fastest engine whose outputs match those of torch in float32; torch on a GPU.
 
-    With images to calibrate on, int8 has its scales from them, and ONNX Runtime has it too. Beside a
-    GPU it is torch.
+    The candidates are torch, ONNX Runtime and OpenVINO in float32, and OpenVINO in int8 (dynamic) and, if the CPU
+    supports it, bfloat16. With images to `calibrate`, int8 is static, and ONNX Runtime is a candidate for it too.
     """
     if device.type != "cpu":
-        warn_once([f"engine auto takes torch: it is the one that runs on {device.type}"])
+        warn_once([f"--engine auto selected torch, the only engine for {device.type}"])
         return torch_engine(net, info, device, threads, concurrency)
     net = float32_on_cpu(net)
     if not (is_installed("onnx") and is_installed("onnxscript") and any(map(is_installed, ENGINE_FORMATS))):
-        warn_once(["engine auto takes torch: no other is installed (pip install 'vitrail[export]')"])
+        warn_once(["--engine auto selected torch: no other engine is installed (pip install 'vitrail[export]')"])
         return torch_engine(net, info, device, threads, concurrency)
     calibration = preprocess_images(ExportMetadata(info=info, to="onnx"), calibrate)
     folder = cache_folder(net, info, calibration)
-    place = folder / f"choice-{_machine_key(threads)}.json"
+    path = folder / f"choice-{_machine_key(threads)}.json"
     with file_lock(folder / ".race"):
-        found = _read_choice(place)
-        again = found is not None
-        if found is None:
-            warn_once(["trying the engines that are installed, which takes up to a minute, once"], about=str(place))
-            found = _benchmark_candidates(net, info, threads, calibration)
-            if is_persistent(cache_folder(net, info, calibration)):  # a choice that a full disk made is not remembered
+        benchmark = _read_choice(path)
+        is_cached = benchmark is not None
+        if benchmark is None:
+            warn_once(["timing the installed engines: takes up to a minute, and is done once"], about=str(path))
+            benchmark = _benchmark_candidates(net, info, threads, calibration)
+            if is_persistent(cache_folder(net, info, calibration)):  # not a choice that a full disk caused
                 with suppress(VitrailError, OSError):
-                    write_json(place, found, overwrite=True)
-    warn_once([f"engine auto takes {describe_choice(found)}{f'; remembered in {place}' * again}"])
-    if found["engine"] == "torch":
+                    write_json(path, benchmark, overwrite=True)
+    warn_once([f"--engine auto selected {describe_choice(benchmark)}{f'; cached in {path}' * is_cached}"])
+    if benchmark["engine"] == "torch":
         return torch_engine(net, info, device, threads, concurrency)
-    return cached_engine(net, info, found["engine"], found["precision"], threads, concurrency, calibration)
+    return cached_engine(net, info, benchmark["engine"], benchmark["precision"], threads, concurrency, calibration)
 
 
 def open_export(path: Path, engine: str | None = None, threads: int | None = None, concurrency: int = 1) -> FileEngine:
-    """An exported file, run by the engine it was compared in; by another, or the fastest, if that gives the same."""
-    able = [name for name in ENGINES_BY_SUFFIX[path.suffix.lower()] if name == "torch" or is_installed(name)]
-    usual = ENGINES_BY_SUFFIX[path.suffix.lower()][0]
-    if engine in (None, usual) or usual not in able or (engine == "auto" and len(able) == 1):
-        first = able[0] if usual not in able and engine == "auto" and able else engine
-        return open_file(path, None if first == "auto" else first, threads, concurrency)
+    """Open an exported file, by default with the engine in which it was compared with the model.
+
+    Another `engine` must give the same outputs; "auto" selects the fastest that does.
+    """
+    available = [name for name in ENGINES_BY_SUFFIX[path.suffix.lower()] if name == "torch" or is_installed(name)]
+    default = ENGINES_BY_SUFFIX[path.suffix.lower()][0]
+    if engine in (None, default) or default not in available or (engine == "auto" and len(available) == 1):
+        selected = available[0] if default not in available and engine == "auto" and available else engine
+        return open_file(path, None if selected == "auto" else selected, threads, concurrency)
     if engine != "auto":
-        other = open_file(path, engine, threads, concurrency)
-        _check_same_outputs(other, open_file(path, usual, threads, concurrency), path)
-        return other
-    racing: dict[tuple[str, str], Engine] = {}
-    refused = {}
-    for name in able:
+        opened = open_file(path, engine, threads, concurrency)
+        _check_same_outputs(opened, open_file(path, default, threads, concurrency), path)
+        return opened
+    engines: dict[tuple[str, str], Engine] = {}
+    excluded = {}
+    for name in available:
         try:
-            one = open_file(path, name, threads)
-            if racing:
-                _check_same_outputs(one, next(iter(racing.values())), path)
-            racing[name, one.precision] = one
+            opened = open_file(path, name, threads)
+            if engines:
+                _check_same_outputs(opened, next(iter(engines.values())), path)
+            engines[name, opened.precision] = opened
         except VitrailError as error:
-            refused[name] = str(error)
-    if not racing:
-        raise CheckpointError(next(iter(refused.values())))
-    batch = _sample_batch(next(iter(racing.values())).info)
-    found = {**_time_engines(racing, batch), "refused": refused}
-    warn_once([f"engine auto takes {describe_choice(found)}"])
-    return open_file(path, found["engine"], threads, concurrency)
+            excluded[name] = str(error)
+    if not engines:
+        raise CheckpointError(next(iter(excluded.values())))
+    batch = _sample_batch(next(iter(engines.values())).info)
+    benchmark = {**_time_engines(engines, batch), "refused": excluded}
+    warn_once([f"--engine auto selected {describe_choice(benchmark)}"])
+    return open_file(path, benchmark["engine"], threads, concurrency)
 
 
-def _check_same_outputs(one: FileEngine, other: Engine, path: Path) -> None:
-    """Raise CheckpointError where two engines make different things of one file."""
-    assert isinstance(other, FileEngine)
-    batch = _sample_batch(one.info)
-    got, expected = one.outputs(batch), other.outputs(batch)
-    off = float(np.linalg.norm(got - expected)) / max(float(np.linalg.norm(expected)), 1e-30)
-    if not off <= TOLERANCE[one.precision]:
+def _check_same_outputs(engine: FileEngine, reference: Engine, path: Path) -> None:
+    """Raise CheckpointError if two engines give different outputs for the same file."""
+    assert isinstance(reference, FileEngine)
+    batch = _sample_batch(engine.info)
+    outputs, expected = engine.outputs(batch), reference.outputs(batch)
+    relative_error = float(np.linalg.norm(outputs - expected)) / max(float(np.linalg.norm(expected)), 1e-30)
+    if not relative_error <= TOLERANCE[engine.precision]:
         raise CheckpointError(
-            f"{one.name} gives other outputs for {path} than {other.name}, by {off:.2g} of their size; "
-            f"try --engine {other.name}."
+            f"{engine.name} gives different outputs for {path} than {reference.name} (relative error "
+            f"{relative_error:.2g}); try --engine {reference.name}."
         )
 
 
-def _benchmark_candidates(net: Net, info: ModelInfo, threads: int | None, calibration: Sequence[Pixels]) -> Found:
-    """Every candidate that agrees, timed in turns."""
-    own = torch_engine(net, info, "cpu", threads)
-    racing: dict[tuple[str, str], Engine] = {("torch", "float32"): own}
-    refused: dict[str, str] = {}
+def _benchmark_candidates(net: Net, info: ModelInfo, threads: int | None, calibration: Sequence[Pixels]) -> Benchmark:
+    """Time torch and every candidate whose outputs match those of torch."""
+    reference = torch_engine(net, info, "cpu", threads)
+    engines: dict[tuple[str, str], Engine] = {("torch", "float32"): reference}
+    excluded: dict[str, str] = {}
     batch = _sample_batch(info)
-    expected = own.logits(batch)
-    off: dict[str, float] = {}
+    expected = reference.logits(batch)
+    errors: dict[str, float] = {}
     for name, precision in candidates(bool(calibration)):
-        who = f"{name} {precision}"
+        label = f"{name} {precision}"
         try:
             engine = cached_engine(net, info, name, precision, threads, 1, calibration)
         except VitrailError as error:
-            refused[who] = str(error)
+            excluded[label] = str(error)
             continue
-        off[who] = float(np.linalg.norm(engine.logits(batch) - expected)) / max(float(np.linalg.norm(expected)), 1e-30)
-        if off[who] <= MAX_ERROR[precision]:
-            racing[name, precision] = engine
+        errors[label] = float(np.linalg.norm(engine.logits(batch) - expected)) / max(
+            float(np.linalg.norm(expected)), 1e-30
+        )
+        if errors[label] <= MAX_ERROR[precision]:
+            engines[name, precision] = engine
         else:
-            refused[who] = f"its outputs are off by {off[who]:.2g} of their size, {MAX_ERROR[precision]:g} is allowed"
-    return {**_time_engines(racing, batch), "refused": refused, "off": off}
+            excluded[label] = (
+                f"got a relative error of {errors[label]:.2g}; at most {MAX_ERROR[precision]:g} is allowed"
+            )
+    return {**_time_engines(engines, batch), "refused": excluded, "off": errors}
 
 
-def _time_engines(racing: dict[tuple[str, str], Engine], batch: Pixels) -> Found:
-    """Images a second, in turns: a machine that is slow for a while is slow for all."""
-    for engine in racing.values():
+def _time_engines(engines: dict[tuple[str, str], Engine], batch: Pixels) -> Benchmark:
+    """Median images/s of each engine, timed in turns: a temporary slowdown of the machine affects all of them."""
+    for engine in engines.values():
         engine.logits(batch)
-    rates: dict[tuple[str, str], list[float]] = {who: [] for who in racing}
+    rates: dict[tuple[str, str], list[float]] = {key: [] for key in engines}
     for _ in range(ROUNDS):
-        for who, engine in racing.items():
-            rates[who].append(measure_throughput(engine, batch, SECONDS))
-    middle = {who: float(np.median(found)) for who, found in rates.items()}
-    best = max(middle, key=lambda who: middle[who])
+        for key, engine in engines.items():
+            rates[key].append(measure_throughput(engine, batch, SECONDS))
+    medians = {key: float(np.median(values)) for key, values in rates.items()}
+    fastest = max(medians, key=lambda key: medians[key])
     return {
-        "engine": best[0],
-        "precision": best[1],
-        "images_per_second": {" ".join(who): found for who, found in middle.items()},
+        "engine": fastest[0],
+        "precision": fastest[1],
+        "images_per_second": {" ".join(key): median for key, median in medians.items()},
     }
 
 
 def candidates(calibrated: bool) -> Iterator[tuple[str, Precision]]:
-    """Engines and precisions besides torch; ONNX first, which OpenVINO's files are made from."""
+    """Engines and precisions other than torch; ONNX first, since OpenVINO files are converted from ONNX files."""
     for name in ENGINE_FORMATS:
         if is_installed(name):
             yield name, "float32"
@@ -171,37 +178,43 @@ def candidates(calibrated: bool) -> Iterator[tuple[str, Precision]]:
 
 
 def _sample_batch(info: ModelInfo) -> Pixels:
+    """A batch of the sample images, preprocessed: B H W C."""
     return np.stack(
-        preprocess_images(ExportMetadata(info=info, to="onnx"), sample_images(info.config.channels))[:BATCH]
+        preprocess_images(ExportMetadata(info=info, to="onnx"), sample_images(info.config.channels))[:BATCH_SIZE]
     )
 
 
-def describe_choice(found: Found) -> str:
-    """What was chosen, and why."""
-    rates = dict(found["images_per_second"])
-    best = f"{found['engine']} {found['precision']}"
-    own = rates.pop(best)
-    others = ", ".join(f"{who.removesuffix(' float32')} {value:.0f}" for who, value in rates.items())
-    why = f"{own:.0f} images a second ({others})" if others else "nothing else agrees"
-    what = f"{found['engine']} in {found['precision']}"
-    refused = f"; {len(found['refused'])} did not agree with the model or could not be run" if found["refused"] else ""
-    off = found.get("off", {}).get(best, 0)
-    little = (
-        f"; its outputs differ from float32's by {100 * off:.1f} % of their size" if off > MAX_ERROR["float32"] else ""
+def describe_choice(benchmark: Benchmark) -> str:
+    """The selected engine and its speed, the speed of the others, and its relative error."""
+    rates = dict(benchmark["images_per_second"])
+    fastest = f"{benchmark['engine']} {benchmark['precision']}"
+    rate = rates.pop(fastest)
+    others = ", ".join(f"{label.removesuffix(' float32')} {value:.0f}" for label, value in rates.items())
+    speed = f"{rate:.0f} images/s ({others})" if others else "no other engine matches the model"
+    selected = f"{benchmark['engine']} in {benchmark['precision']}"
+    excluded = (
+        f"; {len(benchmark['refused'])} excluded, with different outputs or an error" if benchmark["refused"] else ""
     )
-    return f"{what}: {why}{refused}{little}"
+    relative_error = benchmark.get("off", {}).get(fastest, 0)
+    error_note = (
+        f"; relative error {100 * relative_error:.1f} % compared with float32"
+        if relative_error > MAX_ERROR["float32"]
+        else ""
+    )
+    return f"{selected}: {speed}{excluded}{error_note}"
 
 
-def _read_choice(place: Path) -> Found | None:
+def _read_choice(path: Path) -> Benchmark | None:
+    """The cached benchmark; None if there is none or it is invalid."""
     try:
-        found: Found = json.loads(place.read_text())
-        describe_choice(found)
+        benchmark: Benchmark = json.loads(path.read_text())
+        describe_choice(benchmark)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return found if found["engine"] in ("torch", *ENGINE_FORMATS) else None
+    return benchmark if benchmark["engine"] in ("torch", *ENGINE_FORMATS) else None
 
 
 def _machine_key(threads: int | None) -> str:
-    """What a choice holds for, beside the model: this CPU with its instruction sets, and the number of its cores."""
-    kind = json.dumps([detect_cpu().cache_key, threads or usable_cores()])
-    return hashlib.blake2b(kind.encode(), digest_size=4).hexdigest()
+    """Digest of the CPU, its instruction sets and the number of cores, for which a choice is valid."""
+    key = json.dumps([detect_cpu().cache_key, threads or usable_cores()])
+    return hashlib.blake2b(key.encode(), digest_size=4).hexdigest()

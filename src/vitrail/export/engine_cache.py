@@ -1,8 +1,8 @@
-"""Exports that engines run, made once for a network and kept.
+"""Cache of the exported files that engines run.
 
-They lie in $VITRAIL_ENGINES, else beside vitrail's other caches, under a digest of the weights, the
-preprocessing and the versions: what was written there holds here. A file that is damaged is made
-anew, and where nothing can be kept they last as long as the process.
+The files are stored in $VITRAIL_ENGINES, by default beside vitrail's other caches, under a digest of the weights, the
+preprocessing and the package versions. Damaged files are exported again. If the folder is not writable or the disk is
+full, the files are stored in a temporary folder until the process ends.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from vitrail.runtime.locks import try_lock
 from vitrail.weights.model_info import ModelInfo
 
 ENGINE_FORMATS: dict[str, ExportFormat] = {"onnxruntime": "onnx", "openvino": "openvino"}
-"""What an engine reads."""
+"""Format of the files that an engine runs."""
 PACKAGES = ("vitrail", "torch", "onnx", "onnxscript", "onnxruntime", "openvino")
-"""Whose versions a file depends on."""
+"""Packages whose versions are part of the cache key."""
 CACHE_VERSION = 3
 """Incremented when files of the same network change: 2, int8 weights that cannot saturate; 3, metadata keys."""
 
@@ -50,20 +50,20 @@ def cached_engine(
     concurrency: int = 1,
     calibration: Sequence[Pixels] = (),
 ) -> FileEngine:
-    """This engine for this network: exported and compared once, then kept where there is room."""
+    """An engine for a network, opened from the cache; the first time, the network is exported and compared."""
     folder = cache_folder(net, info, calibration)
     try:
         return _open_or_export(folder, net, info, name, precision, threads, concurrency, calibration)
-    except Exception as error:  # every engine's writer has its own for a full disk
-        if _has_room(folder, 8 * sum(p.numel() for p in net.parameters())):  # the file, and what it is made from
+    except Exception as error:  # exporters raise different types on a full disk
+        if _has_space(folder, 8 * sum(p.numel() for p in net.parameters())):  # the file and its intermediate files
             raise
         if not is_persistent(folder):
             raise CheckpointError(
-                f"{folder} has no room for the files of {name}; try VITRAIL_ENGINES or TMPDIR on another disk, or "
+                f"{folder} has no space for the files of {name}; set VITRAIL_ENGINES or TMPDIR to another disk, or use "
                 "--engine torch."
             ) from error
     _FULL_CACHES.add(_cache_root())
-    warn_once(["there is no room: engines' files are not kept"], about=str(_cache_root()))
+    warn_once(["disk full: exported engines are not cached"], about=str(_cache_root()))
     return cached_engine(net, info, name, precision, threads, concurrency, calibration)
 
 
@@ -81,7 +81,7 @@ def _open_or_export(
     info = info.replace(config=net.config)
     with file_lock(folder / ".lock"):
         if path.exists() and _checksum(path) == _stored_checksum(path):
-            with suppress(CheckpointError, FormatError):  # of another kind of machine, perhaps
+            with suppress(CheckpointError, FormatError):  # perhaps of another type of machine
                 return open_file(path, name, threads, concurrency).with_info(info)
         output_type: OutputType = "logits" if info.task == "classify" else "features"
         metadata = ExportMetadata(
@@ -98,7 +98,7 @@ def _open_or_export(
             timed=False,
             overwrite=True,
         )
-        with suppress(OSError):  # without it the file is made anew next time
+        with suppress(OSError):  # without a checksum, the file is exported again next time
             _checksum_path(path).write_text(_checksum(path))
     return open_file(path, name, threads, concurrency).with_info(info)
 
@@ -114,41 +114,41 @@ def _stored_checksum(path: Path) -> str:
 
 
 def _checksum(path: Path) -> str:
-    """By which a file that was damaged since is known: an engine would run it."""
-    found = 0
+    """CRC-32 of the files of an export, 8 hex digits: an engine would run a damaged file without an error."""
+    checksum = 0
     for part in existing_files(path):
         with part.open("rb") as file:
             while block := file.read(2**22):
-                found = zlib.crc32(block, found)
-    return f"{found:08x}"
+                checksum = zlib.crc32(block, checksum)
+    return f"{checksum:08x}"
 
 
 def cache_folder(net: Net, info: ModelInfo, calibration: Sequence[Pixels] = ()) -> Path:
-    """Where a network's files lie; other images to calibrate on have other scales, and a place of their own."""
-    inside = Path(cache_key(net, info))
+    """Folder of a network's files, with a subfolder for each set of calibration images; temporary if not writable."""
+    subfolder = Path(cache_key(net, info))
     if calibration:
-        inside = inside / hashlib.blake2b(b"".join(p.tobytes() for p in calibration), digest_size=8).hexdigest()
-    usual = _cache_root()
-    if usual not in _FULL_CACHES:
+        subfolder = subfolder / hashlib.blake2b(b"".join(p.tobytes() for p in calibration), digest_size=8).hexdigest()
+    root = _cache_root()
+    if root not in _FULL_CACHES:
         try:
-            (usual / inside).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=usual / inside):
-                return usual / inside
+            (root / subfolder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=root / subfolder):
+                return root / subfolder
         except OSError as error:
-            warn_once([f"cannot be written ({error.strerror or error}): engines' files are not kept"], about=str(usual))
-    folder = Path(_temporary_cache().name) / inside
+            warn_once([f"not writable ({error.strerror or error}): exported engines are not cached"], about=str(root))
+    folder = Path(_temporary_cache().name) / subfolder
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def is_persistent(folder: Path) -> bool:
-    """Whether it is there for the next process, too."""
+    """Whether a cache folder outlives this process."""
     return not folder.is_relative_to(_temporary_cache().name)
 
 
 @contextmanager
 def file_lock(lock: Path) -> Iterator[None]:
-    """While somebody has this file, others wait, in this process or in another, and then find what was made."""
+    """Hold an exclusive lock on a file; other threads and other processes wait."""
     with _LOCKS.setdefault(lock, threading.Lock()), open(lock, "w") as file:
         while not try_lock(file.fileno()):
             time.sleep(0.1)
@@ -156,26 +156,26 @@ def file_lock(lock: Path) -> Iterator[None]:
 
 
 _LOCKS: dict[Path, threading.Lock] = {}
-"""A file keeps out other processes, not other threads."""
-
+"""One per file: locks on files exclude other processes, not other threads."""
 
 _FULL_CACHES: set[Path] = set()
-"""Caches that had no room."""
+"""Cache folders that ran out of disk space."""
 
 
 def _cache_root() -> Path:
-    given, data = os.environ.get("VITRAIL_ENGINES"), data_cache.cache_dir()
-    usual = data / "engines" if os.environ.get("VITRAIL_DATA") else data.with_name("engines")
-    return Path(given).expanduser() if given else usual
+    """$VITRAIL_ENGINES, else `engines` in or beside the folder of the data caches."""
+    override, data_folder = os.environ.get("VITRAIL_ENGINES"), data_cache.cache_dir()
+    default = data_folder / "engines" if os.environ.get("VITRAIL_DATA") else data_folder.with_name("engines")
+    return Path(override).expanduser() if override else default
 
 
-def _has_room(folder: Path, count: int) -> bool:
-    """Whether a file of so many bytes can be written there."""
+def _has_space(folder: Path, num_bytes: int) -> bool:
+    """Whether a file of `num_bytes` can be written to a folder."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, count)
-            elif shutil.disk_usage(folder).free < count:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            elif shutil.disk_usage(folder).free < num_bytes:
                 return False
     except OSError:
         return False
@@ -184,22 +184,27 @@ def _has_room(folder: Path, count: int) -> bool:
 
 @lru_cache(maxsize=1)
 def _temporary_cache() -> tempfile.TemporaryDirectory[str]:
-    """A folder that goes when the process does."""
+    """A folder that is deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix="vitrail-engines-")
 
 
 def cache_key(net: Net, info: ModelInfo) -> str:
-    """Sixteen letters that differ where anything does that a file depends on: not the names of its classes."""
-    found = hashlib.blake2b(digest_size=8)
-    told = info.replace(config=net.config, notes=(), labels=None).to_dict() | {"origin": ""}
-    found.update(json.dumps([told, CACHE_VERSION, [_version(name) for name in PACKAGES]], sort_keys=True).encode())
+    """16 hex digits that identify the weights, config, preprocessing and package versions.
+
+    Origin and class names are not included: the exported files do not depend on them.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    settings = info.replace(config=net.config, notes=(), labels=None).to_dict() | {"origin": ""}
+    digest.update(
+        json.dumps([settings, CACHE_VERSION, [_package_version(name) for name in PACKAGES]], sort_keys=True).encode()
+    )
     for name, tensor in sorted(net.state_dict().items()):
-        found.update(name.encode())
-        found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(name.encode())
+        digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
-def _version(name: str) -> str:
+def _package_version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:

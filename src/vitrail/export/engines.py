@@ -1,10 +1,10 @@
-"""What runs a network: torch, ONNX Runtime or OpenVINO, all asked in the same way.
+"""Inference engines with one interface: torch, ONNX Runtime and OpenVINO.
 
     engine = open_engine("model.onnx")
-    engine.logits(pixels)    # B H W C, as Preprocess.pixels gives them -> B outputs
+    engine.logits(pixels)    # B H W C, as from Preprocess.pixels -> B outputs
 
-Engines may be called from several threads. Where that is the rule (`concurrency`), each call computes on its
-own share of the cores; else one call uses all of them.
+Engines are thread-safe. With `concurrency` > 1, that many concurrent calls share the cores; else one call uses all of
+them.
 """
 
 from __future__ import annotations
@@ -45,45 +45,45 @@ from vitrail.weights.model_info import ModelInfo
 
 Pixels = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
-Name = Literal["torch", "onnxruntime", "openvino"]
+EngineName = Literal["torch", "onnxruntime", "openvino"]
 
 ENGINES = ("torch", "onnxruntime", "openvino", "auto")
-ENGINES_BY_SUFFIX: dict[str, tuple[Name, ...]] = {
+ENGINES_BY_SUFFIX: dict[str, tuple[EngineName, ...]] = {
     ".onnx": ("onnxruntime", "openvino"),
     ".pt2": ("torch",),
     ".xml": ("openvino",),
 }
-"""Which engines run which files; the first where none is named."""
+"""Engines that can run a file, by its suffix; the first one is the default."""
 SATURATES = (
-    "this int8 file is from an older vitrail: its products can exceed the 16 bits in which this CPU, which has no VNNI "
-    "instructions, adds them, so its answers may be wrong here; export the model anew"
+    "this int8 file was written by an older version of vitrail: on this CPU, which has no VNNI instructions, sums of "
+    "its 8-bit products can saturate at 16 bits and give wrong outputs; export the model again"
 )
 BELOW_AVX512 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2")
-"""Values of ONEDNN_MAX_CPU_ISA."""
+"""Values of ONEDNN_MAX_CPU_ISA that exclude AVX-512."""
 
 
 class Engine(Protocol):
-    """Runs one network."""
+    """Runs a network on batches of pixels."""
 
     @property
-    def name(self) -> Name: ...
+    def name(self) -> EngineName: ...
 
     @property
     def precision(self) -> str:
-        """ "float32", "bfloat16" or "int8"."""
+        """Precision of the computation: float32, bfloat16 or int8."""
 
     @property
     def info(self) -> ModelInfo:
-        """Preprocessing, class names and what the outputs are."""
+        """Preprocessing, class names and task of the model."""
 
     def logits(self, pixels: Pixels) -> Floats:
-        """B H W C, values 0 to 255 -> B K; of a file that gives probabilities, numbers that stand for the same."""
+        """B H W C, 0 to 255 -> logits or features, B K; probabilities of a file are converted to logits."""
 
 
 class TorchEngine:
-    """A network of our own."""
+    """Runs a vitrail network in torch."""
 
-    name: Name = "torch"
+    name: EngineName = "torch"
 
     def __init__(self, net: Net, info: ModelInfo, device: str | torch.device = "cpu") -> None:
         self.net, self.info, self.device = net.to(pick_device(device)), info, pick_device(device)
@@ -105,9 +105,9 @@ class TorchEngine:
 
 
 class FileEngine:
-    """An exported file; `run` takes what it was exported for and gives what it gives."""
+    """Runs an exported file. `run` maps the input of the file to its output."""
 
-    def __init__(self, name: Name, metadata: ExportMetadata, run: Callable[[Pixels], Floats]) -> None:
+    def __init__(self, name: EngineName, metadata: ExportMetadata, run: Callable[[Pixels], Floats]) -> None:
         self.name, self.metadata, self.run = name, metadata, run
         self.preprocess = Preprocess(metadata.info.preprocess)
 
@@ -128,31 +128,34 @@ class FileEngine:
         return logs - np.log(np.maximum(1 - out, tiny)) if self.info.multi_label else logs
 
     def outputs(self, pixels: Pixels) -> Floats:
-        """What the file itself gives for pixels, whatever its batch."""
-        given = self.to_input(pixels)
-        size = self.metadata.batch_size
-        if size is None:
-            return self.run(given)
-        parts = [self.run(_padded(given[i : i + size], size))[: len(given) - i] for i in range(0, len(given), size)]
-        return np.concatenate(parts)
+        """B H W C, 0 to 255 -> the output of the file, B K; a fixed batch size is applied in parts."""
+        inputs = self.to_input(pixels)
+        batch_size = self.metadata.batch_size
+        if batch_size is None:
+            return self.run(inputs)
+        outputs = [
+            self.run(_padded(inputs[i : i + batch_size], batch_size))[: len(inputs) - i]
+            for i in range(0, len(inputs), batch_size)
+        ]
+        return np.concatenate(outputs)
 
     def with_info(self, info: ModelInfo) -> FileEngine:
-        """The same file, for a model info that has other names for its classes."""
+        """The same file with another model info, for example with other class names."""
         return FileEngine(self.name, replace(self.metadata, info=info), self.run)
 
     def __repr__(self) -> str:
         return f"<{self.name} in {self.precision}: {self.info.origin or self.info.family}>"
 
     def to_input(self, pixels: Pixels) -> Pixels:
-        """B H W C, 0 to 255 -> what goes into the file."""
+        """B H W C, 0 to 255 -> the input of the file: pixels, B H W C, or normalized images, B C H W."""
         if self.metadata.normalize_inside:
-            kind = np.uint8 if self.metadata.takes_uint8 else np.float32
-            return np.ascontiguousarray(pixels, kind)
+            dtype = np.uint8 if self.metadata.takes_uint8 else np.float32
+            return np.ascontiguousarray(pixels, dtype)
         return self.preprocess.normalize(torch.from_numpy(pixels).permute(0, 3, 1, 2)).numpy()
 
 
 def _padded(batch: Pixels, size: int) -> Pixels:
-    """Black images after the last one, up to a full batch."""
+    """Append black images up to a full batch."""
     missing = size - len(batch)
     return batch if not missing else np.concatenate([batch, np.zeros((missing, *batch.shape[1:]), batch.dtype)])
 
@@ -166,20 +169,23 @@ def open_engine(
     concurrency: int = 1,
     **options: Any,
 ) -> Engine:
-    """What runs a model: an exported file, a model, or whatever `vitrail.load` takes.
+    """Open an engine for an exported file, a model, or any source that `vitrail.load` accepts.
 
-    engine: "torch" (the default), "onnxruntime", "openvino", or "auto": the fastest that is installed
-    and agrees with the model, with int8 scales from the images of `calibrate` where there are any. An
-    exported file brings its own. For another engine than torch a model is exported first, once: the
-    files are kept. `threads` are all cores it may use, `concurrency` how many calls will be made side by side.
-    `options` are those of `load_checkpoint`.
+    engine: "torch", "onnxruntime", "openvino", or "auto": the fastest installed engine whose outputs match those of the
+        model. The default is torch, or for an exported file its own engine. For another engine, a model is exported on
+        the first call, and the files are cached.
+    device: of torch; the other engines run on the CPU.
+    threads: number of cores to use, for all calls together; the default is all cores.
+    calibrate: images for static int8 quantization with "auto".
+    concurrency: expected number of concurrent calls.
+    options: those of `load_checkpoint`.
     """
     if engine is not None and engine not in ENGINES:
         raise ConfigError(f"no engine {engine!r}{did_you_mean(engine, ENGINES)}")
     if threads is not None and threads < 1:
         raise ConfigError(f"threads={threads}: expected 1 or more.")
     if is_exported(source):
-        from vitrail.export import autotune  # which opens files itself
+        from vitrail.export import autotune  # it imports this module
 
         return autotune.open_export(Path(source), engine, threads, concurrency)
     if isinstance(source, str | Path | ModelLocation):
@@ -189,7 +195,7 @@ def open_engine(
     target = pick_device(device)
     if engine in (None, "torch"):
         return torch_engine(net, info, target, threads, concurrency)
-    from vitrail.export import autotune, engine_cache  # which make engines themselves
+    from vitrail.export import autotune, engine_cache  # they import this module
 
     if engine == "auto":
         return autotune.fastest_engine(net, info, target, threads, calibrate, concurrency)
@@ -199,27 +205,28 @@ def open_engine(
 def torch_engine(
     net: Net, info: ModelInfo, device: str | torch.device = "cpu", threads: int | None = None, concurrency: int = 1
 ) -> TorchEngine:
+    """A network on a device; sets torch's number of threads."""
     _set_torch_threads(threads, concurrency)
     return TorchEngine(net, info, device)
 
 
 def _set_torch_threads(threads: int | None, concurrency: int) -> None:
-    """torch's cores for one call."""
+    """Set the number of threads that torch uses for a call."""
     if threads is not None or concurrency > 1:
         torch.set_num_threads(_threads_per_call(threads, concurrency))
 
 
 def _threads_per_call(threads: int | None, concurrency: int) -> int:
-    """Cores of one call among several."""
+    """Number of cores of each of `concurrency` concurrent calls, at least 1."""
     return max((threads or usable_cores()) // concurrency, 1)
 
 
 def open_file(path: Path, engine: str | None = None, threads: int | None = None, concurrency: int = 1) -> FileEngine:
-    """An exported file, run by the first engine that can, or by another."""
-    able = ENGINES_BY_SUFFIX[path.suffix.lower()]
-    if engine not in (None, *able):
-        raise ConfigError(f"{path} is run by {' or '.join(able)}, not by {engine}.")
-    name = engine or able[0]
+    """Open an exported file, by default with the first engine of its type."""
+    supported = ENGINES_BY_SUFFIX[path.suffix.lower()]
+    if engine not in (None, *supported):
+        raise ConfigError(f"{path} is run by {' or '.join(supported)}, not by {engine}.")
+    name = engine or supported[0]
     if name == "torch":
         return _open_program(path, threads, concurrency)
     return (
@@ -234,32 +241,32 @@ def _open_program(path: Path, threads: int | None, concurrency: int) -> FileEngi
         check_bfloat16()
 
     @torch.no_grad()
-    def run(given: Pixels) -> Floats:
-        return module(torch.from_numpy(given)).numpy()
+    def run(inputs: Pixels) -> Floats:
+        return module(torch.from_numpy(inputs)).numpy()
 
     return FileEngine("torch", metadata, run)
 
 
 def _open_onnx(path: Path, threads: int | None, concurrency: int) -> FileEngine:
-    runtime = import_optional("onnxruntime")
-    options = runtime.SessionOptions()
+    onnxruntime = import_optional("onnxruntime")
+    options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = _threads_per_call(threads, concurrency) if concurrency > 1 else threads or 0
     try:
         if weights_path(path).exists() and hasattr(options, "add_external_initializers_from_files_in_memory"):
-            weights = weights_path(path).read_bytes()  # else ONNX Runtime keeps the file mapped, and changes with it
+            weights = weights_path(path).read_bytes()  # else ONNX Runtime maps the file, and sees later writes to it
             options.add_external_initializers_from_files_in_memory([weights_path(path).name], [weights], [len(weights)])
         with silence_exporters():
-            session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # a class of its own for each kind of failure
+            session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # each kind of failure has its own type
         raise CheckpointError(f"{path} cannot be read as ONNX: {error_summary(error)}.") from error
     metadata = parse_metadata(session.get_modelmeta().custom_metadata_map.get(KEY), path)
     check_graph(metadata, session.get_inputs()[0].shape, session.get_outputs()[0].shape, path)
     warn_of_saturation(metadata, path)
-    name = session.get_inputs()[0].name
+    input_name = session.get_inputs()[0].name
 
-    def run(given: Pixels) -> Floats:
-        return session.run(None, {name: given})[0]
+    def run(inputs: Pixels) -> Floats:
+        return session.run(None, {input_name: inputs})[0]
 
     return FileEngine("onnxruntime", metadata, run)
 
@@ -271,128 +278,129 @@ def _open_openvino(path: Path, threads: int | None, concurrency: int) -> FileEng
             model = core.read_model(str(path))
             text = model.get_rt_info([KEY]).astype(str) if model.has_rt_info([KEY]) else None
             metadata = parse_metadata(text or _onnx_metadata(path), path)
-            check_graph(metadata, _shape(model.inputs[0]), _shape(model.outputs[0]), path)
-            # Left to itself it computes in bfloat16 wherever the CPU has that.
+            check_graph(metadata, _port_shape(model.inputs[0]), _port_shape(model.outputs[0]), path)
+            # By default, OpenVINO computes in bfloat16 if the CPU supports it.
             settings: dict[str, Any] = {
                 "INFERENCE_PRECISION_HINT": "bf16" if metadata.precision == "bfloat16" else "f32"
             }
             settings |= {"INFERENCE_NUM_THREADS": threads} if threads else {}
             group = group_size(model) if metadata.precision == "int8" else None
             settings |= {"DYNAMIC_QUANTIZATION_GROUP_SIZE": group} if group is not None else {}
-            if not group:  # else OpenVINO rounds activations only on a CPU with VNNI
+            if not group:  # dynamic quantization is used on CPUs with VNNI only
                 warn_of_saturation(metadata, path)
-            compiled = Compiled(
-                lambda how: core.compile_model(model, "CPU", settings | how), concurrency, metadata.batch_size
+            compiled = CompiledModel(
+                lambda hint: core.compile_model(model, "CPU", settings | hint), concurrency, metadata.batch_size
             )
     except RuntimeError as error:
         raise CheckpointError(f"{path} cannot be run by OpenVINO: {error_summary(error)}.") from error
     return FileEngine("openvino", metadata, compiled)
 
 
-def _shape(port: Any) -> list[int | None]:
-    """Of an input or output of OpenVINO's; None: any."""
-    return [None if side.is_dynamic else side.get_length() for side in port.partial_shape]
+def _port_shape(port: Any) -> list[int | None]:
+    """Shape of an OpenVINO input or output; None for a dynamic dimension."""
+    return [None if dim.is_dynamic else dim.get_length() for dim in port.partial_shape]
 
 
 def warn_of_saturation(metadata: ExportMetadata, path: Path) -> None:
-    """Say that an int8 file may answer wrongly on this CPU."""
+    """Warn if the sums of products of an int8 file can saturate on this CPU."""
     if metadata.saturates and detect_cpu().int8_saturates:
         warn_once([SATURATES], about=str(path))
 
 
-class Compiled:
-    """OpenVINO's model, compiled for all cores on one image or for a batch shared out among them.
+class CompiledModel:
+    """An OpenVINO model, compiled on first use for single images, for batches, or for both.
 
-    Cores that each have their own images never wait for each other, which is worth a tenth on two;
-    a lone image is faster with all of them. What is asked for first is compiled first, and a lone
-    image later goes where there is something compiled already.
+    A batch is split among the cores: cores that process their own images need no synchronization, which is about 10 %
+    faster on two cores. A single image is faster on all cores, but uses the version for batches if only that one is
+    compiled.
     """
 
     def __init__(self, compile_for: Callable[[dict[str, Any]], Any], concurrency: int, batch_size: int | None) -> None:
-        self.compile_for, self.concurrency, self.batch = compile_for, concurrency, batch_size
+        self.compile_for, self.concurrency, self.batch_size = compile_for, concurrency, batch_size
         self.lock = threading.Lock()
-        self.alone: queue.SimpleQueue[Any] | None = None
-        """The one request that has all cores."""
-        self.shared: queue.SimpleQueue[Any] | None = None
-        """Requests that have a share each, those that are free."""
+        self.single_requests: queue.SimpleQueue[Any] | None = None
+        """The request that uses all cores, while it is idle."""
+        self.shared_requests: queue.SimpleQueue[Any] | None = None
+        """Idle requests that each use a share of the cores."""
         if concurrency > 1:
             self._compile_shared()
 
-    def __call__(self, given: Pixels) -> Floats:
-        most = len(given) if self.batch is None else 1  # a fixed batch is never parted
-        idle = self._requests(most)
-        requests = [idle.get()]
+    def __call__(self, inputs: Pixels) -> Floats:
+        max_parts = len(inputs) if self.batch_size is None else 1  # a fixed batch is not split
+        idle_requests = self._idle_requests(max_parts)
+        requests = [idle_requests.get()]
         try:
-            while len(requests) < most:  # nobody waits while he holds one
-                requests.append(idle.get_nowait())
+            while len(requests) < max_parts:  # do not wait while holding a request
+                requests.append(idle_requests.get_nowait())
         except queue.Empty:
             pass
-        parts, started = np.array_split(given, len(requests)), []
+        parts, started = np.array_split(inputs, len(requests)), []
         try:
             for request, part in zip(requests, parts, strict=True):
                 started.append(request)
                 request.start_async([part], share_inputs=True)
             return np.concatenate([_wait_for_output(request) for request in requests])
         finally:
-            for request in started:  # an interrupted call leaves none at work on pixels that are gone
+            for request in started:  # after an interrupt, no request may still read the pixels
                 with suppress(RuntimeError):
                     request.wait()
             for request in requests:
-                idle.put(request)
+                idle_requests.put(request)
 
-    def _requests(self, most: int) -> queue.SimpleQueue[Any]:
+    def _idle_requests(self, max_parts: int) -> queue.SimpleQueue[Any]:
         with self.lock:
-            if self.shared is not None and (most > 1 or self.alone is None):
-                return self.shared
-            if most > 1:
+            if self.shared_requests is not None and (max_parts > 1 or self.single_requests is None):
+                return self.shared_requests
+            if max_parts > 1:
                 return self._compile_shared()
-            if self.alone is None:
-                self.alone = queue.SimpleQueue()
-                self.alone.put(self.compile_for({"PERFORMANCE_HINT": "LATENCY"}).create_infer_request())
-            return self.alone
+            if self.single_requests is None:
+                self.single_requests = queue.SimpleQueue()
+                self.single_requests.put(self.compile_for({"PERFORMANCE_HINT": "LATENCY"}).create_infer_request())
+            return self.single_requests
 
     def _compile_shared(self) -> queue.SimpleQueue[Any]:
         hint = {"NUM_STREAMS": self.concurrency} if self.concurrency > 1 else {"PERFORMANCE_HINT": "THROUGHPUT"}
         compiled = self.compile_for(hint)
-        self.shared = queue.SimpleQueue()
+        self.shared_requests = queue.SimpleQueue()
         for _ in range(compiled.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS")):
-            self.shared.put(compiled.create_infer_request())
-        return self.shared
+            self.shared_requests.put(compiled.create_infer_request())
+        return self.shared_requests
 
 
 def _wait_for_output(request: Any) -> Floats:
+    """Wait for a request; returns a copy of its output."""
     request.wait()
     return np.array(request.get_output_tensor(0).data)
 
 
 def _onnx_metadata(path: Path) -> str | None:
-    """OpenVINO reads ONNX without its metadata."""
+    """Metadata of an ONNX file, which OpenVINO does not read; None for other files."""
     if path.suffix.lower() != ".onnx":
         return None
-    found = import_optional("onnx").load(str(path), load_external_data=False).metadata_props
-    return next((entry.value for entry in found if entry.key == KEY), None)
+    properties = import_optional("onnx").load(str(path), load_external_data=False).metadata_props
+    return next((entry.value for entry in properties if entry.key == KEY), None)
 
 
 def openvino_core() -> Any:
-    """OpenVINO, with the limit on its instruction sets in place: it reads that once, when it first compiles."""
+    """An OpenVINO core, after its ISA limit has been set: it is read once, when the first model is compiled."""
     openvino = import_optional("openvino")
     try:
         disable_broken_amx()
-    except ConfigError:  # too late for torch, which has begun already
+    except ConfigError:  # too late for torch, but not for OpenVINO
         os.environ.setdefault(ISA_VARIABLE, WITHOUT_AMX)
     with preserve_signal_stack():
         _start_openvino()
         core = openvino.Core()
-        core.set_property({"ENABLE_MMAP": False})  # a mapped file changes under the engine, or ends the process
+        core.set_property({"ENABLE_MMAP": False})  # a mapped file must not be modified or truncated
         core.get_property("CPU", "FULL_DEVICE_NAME")  # loads the CPU plugin, which changes the signal stack
     return core
 
 
 @lru_cache(maxsize=1)
 def _start_openvino() -> None:
-    """Compile a first, small model where OpenVINO needs another limit than torch and other processes."""
-    given, limit = os.environ.get(ISA_VARIABLE, ""), openvino_limit()
-    if given == limit:
+    """Compile a small model, so that OpenVINO reads its own ISA limit if that differs from the environment's."""
+    env_limit, limit = os.environ.get(ISA_VARIABLE, ""), openvino_limit()
+    if env_limit == limit:
         return
     openvino, operators = import_optional("openvino"), import_optional("openvino.opset13")
     x = operators.parameter([-1, 16], np.float32)
@@ -400,14 +408,14 @@ def _start_openvino() -> None:
     try:
         openvino.Core().compile_model(openvino.Model([operators.relu(x)], [x], "first"), "CPU")
     finally:
-        os.environ[ISA_VARIABLE] = given
+        os.environ[ISA_VARIABLE] = env_limit
 
 
 def openvino_limit() -> str:
-    """The value of ONEDNN_MAX_CPU_ISA that OpenVINO runs under; empty where there is none.
+    """Value of ONEDNN_MAX_CPU_ISA for OpenVINO; empty if there is no limit.
 
-    On a CPU with AVX-512, only some of its kernels obey a limit below that: others then end the process with a
-    segmentation fault, or cannot be compiled (int8, bfloat16).
+    A limit below AVX-512 is raised on a CPU with AVX-512: only some of OpenVINO's kernels respect it, and others crash
+    with a segmentation fault or fail to compile (int8, bfloat16).
     """
-    given = os.environ.get(ISA_VARIABLE, "")
-    return WITHOUT_AMX if given.upper() in BELOW_AVX512 and "AVX-512" in detect_cpu().instructions else given
+    env_limit = os.environ.get(ISA_VARIABLE, "")
+    return WITHOUT_AMX if env_limit.upper() in BELOW_AVX512 and "AVX-512" in detect_cpu().instructions else env_limit

@@ -1,4 +1,4 @@
-"""What travels inside an exported file: the model's info, and what was made of it."""
+"""Metadata stored in an exported file: the model info and the export options."""
 
 from __future__ import annotations
 
@@ -20,85 +20,87 @@ Precision = Literal["float32", "bfloat16", "int8"]
 OutputType = Literal["logits", "probabilities", "features"]
 
 KEY = "vitrail"
-"""Under which the metadata lies in a file's own metadata."""
+"""Key of the metadata in ONNX and OpenVINO files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportMetadata:
-    """Everything about an exported file that running it needs."""
+    """What is needed to run an exported file, beside its graph."""
 
     info: ModelInfo
-    """Its config has the image size that positions are baked for."""
+    """Its config has the image size of the export."""
     to: ExportFormat
     precision: Precision = "float32"
     normalize_inside: bool = True
-    """Whether pixels are normalized inside: B H W C, 0 to 255; else normalized B C H W go in."""
+    """Whether the graph normalizes: the input is pixels, B H W C, 0 to 255; else it is normalized images, B C H W."""
     output_type: OutputType = "logits"
-    """What comes out."""
+    """Type of the outputs."""
     batch_size: int | None = None
-    """Images at a time; None: any number."""
+    """Fixed batch size; None: any."""
     parameters: int | None = None
-    """Of the network; files that were written before this was kept do not say."""
+    """Number of parameters of the network; None in files of earlier versions."""
     saturates: bool = False
-    """Whether sums of its 8-bit products can exceed 16 bits, which changes them on a CPU without VNNI."""
+    """Whether sums of two of its 8-bit products can exceed 16 bits: they saturate on x86 CPUs without VNNI."""
 
     def __post_init__(self) -> None:
         check_supported(self.to, self.precision)
         if self.output_type not in get_args(OutputType):
             raise ConfigError(f"output_type={self.output_type!r}: expected {', '.join(get_args(OutputType))}.")
         if self.batch_size is not None and self.batch_size < 1:
-            raise ConfigError(
-                f"batch_size={self.batch_size}: expected 1 image at a time or more, or dynamic for any number."
-            )
+            raise ConfigError(f"batch_size={self.batch_size}: expected 1 or more, or dynamic for any batch size.")
 
     @property
-    def image(self) -> tuple[int, int]:
+    def image_size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
         return pair(self.info.config.image_size)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of one image as it goes in."""
+    def image_shape(self) -> tuple[int, ...]:
+        """Shape of one image of the input: (H, W, C), or (C, H, W) if normalized."""
         channels = self.info.config.channels
-        return (*self.image, channels) if self.normalize_inside else (channels, *self.image)
+        return (*self.image_size, channels) if self.normalize_inside else (channels, *self.image_size)
 
     @property
     def takes_uint8(self) -> bool:
-        """Whether uint8 goes in: not where a model's own preprocessing never rounds its pixels."""
+        """Whether the input is uint8: pixels, if the preprocessing rounds them after resizing."""
         return self.normalize_inside and Preprocess(self.info.preprocess).dtype.__name__ == "uint8"
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """The network's tokens that are no patches, in order."""
+        """Names of the tokens that are not patches, in order."""
         return special_token_names(self.info.config) if isinstance(self.info.config, ViTConfig) else ()
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        found = {
+        values = {
             "format": "vitrail-export",
             "version": VERSION,
             "to": self.to,
             "precision": self.precision,
             "preprocessing_inside": self.normalize_inside,
-            "input": {"shape": [self.batch_size, *self.shape], "type": "uint8" if self.takes_uint8 else "float32"},
+            "input": {
+                "shape": [self.batch_size, *self.image_shape],
+                "type": "uint8" if self.takes_uint8 else "float32",
+            },
             "output": self.output_type,
             "parameters": self.parameters,
             "model_info": self.info.to_dict(),
         }
-        return found | ({"saturates_without_vnni": self.saturates} if self.precision == "int8" else {})
+        return values | ({"saturates_without_vnni": self.saturates} if self.precision == "int8" else {})
 
     @classmethod
     def from_json(cls, text: str) -> ExportMetadata:
-        """What `to_json` wrote; FormatError for anything else."""
+        """Parse the output of `to_json`; FormatError for anything else."""
         try:
             return cls._from_values(json.loads(text))
         except FormatError:
             raise
         except ConfigError as error:
-            raise FormatError(f"what it says of itself cannot be: {error}") from error
+            raise FormatError(f"invalid metadata: {error}") from error
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise FormatError("what it says of itself is not what vitrail export writes.") from error
+            raise FormatError("its metadata do not have the format that vitrail export writes.") from error
 
     @classmethod
     def _from_values(cls, values: Any) -> ExportMetadata:
@@ -106,8 +108,8 @@ class ExportMetadata:
             got = f"format={values.get('format')!r}, version={values.get('version')!r}"
             raise FormatError(f"expected format='vitrail-export' and a version, got {got}.")
         values = current("export", values)
-        batch, parameters = values["input"]["shape"][0], values.get("parameters")
-        for number in (batch, parameters):
+        batch_size, parameters = values["input"]["shape"][0], values.get("parameters")
+        for number in (batch_size, parameters):
             if number is not None and type(number) is not int:
                 raise TypeError(number)
         info = ModelInfo.from_dict(values["model_info"])
@@ -119,14 +121,14 @@ class ExportMetadata:
             precision=values["precision"],
             normalize_inside=bool(values["preprocessing_inside"]),
             output_type=values["output"],
-            batch_size=batch,
+            batch_size=batch_size,
             parameters=parameters,
-            # Files that do not say are from before weights were kept small enough.
+            # Files without this field are older than weights that cannot saturate.
             saturates=values["precision"] == "int8" and bool(values.get("saturates_without_vnni", True)),
         )
 
 
 def format_size(image_size: Pair) -> str:
-    """224 or 384x288."""
+    """Height x width as text: 384x288, or 224 for a square."""
     height, width = pair(image_size)
     return f"{height}" if height == width else f"{height}x{width}"

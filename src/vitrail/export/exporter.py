@@ -1,4 +1,4 @@
-"""From a network to a file that is known to agree with it; a file that does not is never seen."""
+"""Export a network to a file and compare the file with the network; files that do not match are deleted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ModelError
 from vitrail.export import formats
-from vitrail.export.compare import BATCH, Comparison, check_agreement, compare, time_alternately
+from vitrail.export.compare import BATCH_SIZE, Comparison, check_agreement, compare, time_alternately
 from vitrail.export.engines import FileEngine, Pixels, TorchEngine, open_file
 from vitrail.export.export_metadata import ExportMetadata
 from vitrail.export.export_options import check_writable, export_files, report_path
@@ -24,35 +24,36 @@ from vitrail.models import Net
 from vitrail.weights.model_info import strip_local_folders
 from vitrail.weights.writers import explain_write_errors, fsync, write_json
 
-CALIBRATED = 4
-"""Images at a time while calibrating: every product's activations are kept meanwhile."""
+CALIBRATION_BATCH_SIZE = 4
+"""Default batch size for calibration, in which the activations of all products are in memory at once."""
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """A file that agrees with the model."""
+    """An exported file, and its comparison with the model."""
 
     path: Path
     metadata: ExportMetadata
     comparison: Comparison
     size: int
-    """Bytes, with the file beside it where there are two."""
+    """Size in bytes, including a separate file with the weights."""
     notes: tuple[str, ...] = ()
 
     @property
-    def weights(self) -> int:
-        """Bytes of the model's own weights, in float32."""
+    def weight_bytes(self) -> int:
+        """Size of the model's weights in float32, in bytes."""
         return 4 * (self.metadata.parameters or 0)
 
     @property
     def report(self) -> Path:
+        """The JSON file beside the export, with the values of `to_dict`."""
         return report_path(self.path)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "file": self.path.name,
             "bytes": self.size,
-            "model_bytes": self.weights,
+            "model_bytes": self.weight_bytes,
             "comparison": self.comparison.to_dict(),
             "notes": list(self.notes),
             **self.metadata.to_dict(),
@@ -73,9 +74,13 @@ def export(
     step: Callable[[str], None] = lambda what: None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> ExportResult:
-    """Write, run, compare with the model on `images` (each H W C), and only then move into place.
+    """Write a file, compare it with the model on `images`, each H W C, and then move it into place.
 
-    bridge: the same network in ONNX, where it is there already, to make OpenVINO's file from.
+    targets: class indices of the images, -1 if unknown.
+    calibration: images for static int8 quantization, each H W C.
+    bridge: an ONNX file of the same network, if there is one, from which the OpenVINO file is converted.
+    timed: whether to measure the speed of the file and of the model.
+    step, advance: called with the name of each step, and with the number of images after each compared batch.
     """
     check_writable(path, overwrite)
     parameters = sum(p.numel() for p in net.parameters())
@@ -88,50 +93,51 @@ def export(
             "calibrate int8; try bfloat16, or int8 for openvino without calibration images."
         )
     with scratch_folder(path) as folder:
-        there = folder / path.name
+        temporary = folder / path.name
         step("tracing")
         program = bridge or trace(net, metadata)
         step("calibrating and writing" if calibration else "writing")
         with explain_write_errors(path):
-            notes = formats.write(program, metadata, there, calibration_batches(metadata, calibration))
+            notes = formats.write(program, metadata, temporary, calibration_batches(metadata, calibration))
         del program
         step("comparing")
-        engine, model = open_file(there), reference_engine(net, metadata)
-        found = compare(engine, model, images, targets, timed=False, advance=advance)
-        check_agreement(found, path.name)
+        engine, model = open_file(temporary), reference_engine(net, metadata)
+        comparison = compare(engine, model, images, targets, timed=False, advance=advance)
+        check_agreement(comparison, path.name)
         if timed:
             step("timing")
-            count = metadata.batch_size or BATCH
-            many = np.stack([images[i % len(images)] for i in range(count)])
-            found = replace(found, speed=time_alternately(engine, model, many))
-        size = sum(part.stat().st_size for part in formats.existing_files(there))
-        made = ExportResult(path, metadata, found, size, (*notes, *found.notes))
-        write_json(report_path(there), made.to_dict())
+            count = metadata.batch_size or BATCH_SIZE
+            batch = np.stack([images[i % len(images)] for i in range(count)])
+            comparison = replace(comparison, speed=time_alternately(engine, model, batch))
+        size = sum(part.stat().st_size for part in formats.existing_files(temporary))
+        result = ExportResult(path, metadata, comparison, size, (*notes, *comparison.notes))
+        write_json(report_path(temporary), result.to_dict())
         del engine
         with explain_write_errors(path):
-            _move(there, path)
-    return made
+            _move_into_place(temporary, path)
+    return result
 
 
 def calibration_batches(metadata: ExportMetadata, images: Sequence[Pixels]) -> list[Pixels]:
-    """Images as the file wants them, a few at a time."""
+    """Calibration images, each H W C -> batches of the file's input; empty unless the precision is int8."""
     if metadata.precision != "int8":
         return []
-    size = metadata.batch_size or CALIBRATED
-    shaped = FileEngine("onnxruntime", metadata, lambda given: given)
+    size = metadata.batch_size or CALIBRATION_BATCH_SIZE
+    engine = FileEngine("onnxruntime", metadata, lambda inputs: inputs)
     count = len(images)
-    full = -(-count // size) * size if metadata.batch_size else count  # the first again, up to a full batch
-    places = [range(i, min(i + size, full)) for i in range(0, full, size)]
-    return [shaped.to_input(np.stack([images[i % count] for i in part])) for part in places]
+    # The first images are repeated to fill the last batch, if the batch size is fixed.
+    padded_count = -(-count // size) * size if metadata.batch_size else count
+    ranges = [range(i, min(i + size, padded_count)) for i in range(0, padded_count, size)]
+    return [engine.to_input(np.stack([images[i % count] for i in indices])) for indices in ranges]
 
 
 def reference_engine(net: Net, metadata: ExportMetadata) -> TorchEngine:
-    """What an export is held against: the network itself, in float32, on the CPU."""
+    """The reference of a comparison: the network in torch, in float32 on the CPU."""
     return TorchEngine(float32_on_cpu(net), metadata.info)
 
 
 def float32_on_cpu(net: Net) -> Net:
-    """The network in float32 on the CPU: itself, where it is that."""
+    """The network in float32 on the CPU; the same object if it is already."""
     first = next(net.parameters())
     if first.dtype == torch.float32 and first.device.type == "cpu":
         return net
@@ -139,17 +145,17 @@ def float32_on_cpu(net: Net) -> Net:
 
 
 def preprocess_images(metadata: ExportMetadata, images: Sequence[Any]) -> list[Pixels]:
-    """Images of any kind -> H W C each, as the model's preprocessing makes them."""
+    """Apply the model's preprocessing to images of any type -> pixels, each H W C."""
     pixels = Preprocess(metadata.info.preprocess).pixels
     return [pixels(image) for image in images]
 
 
-def _move(there: Path, path: Path) -> None:
-    """The file that is opened comes last: what it needs is there before it."""
-    for new, final in zip(export_files(there), export_files(path), strict=True):
-        if new.exists():
-            fsync(new)
-            new.replace(final)
-        elif final.exists():  # of an export that was replaced
-            final.unlink()
+def _move_into_place(temporary: Path, path: Path) -> None:
+    """Move the files of an export; the one that is opened is last, so that it is never there without its weights."""
+    for source, target in zip(export_files(temporary), export_files(path), strict=True):
+        if source.exists():
+            fsync(source)
+            source.replace(target)
+        elif target.exists():  # left from the replaced export
+            target.unlink()
     fsync(path.absolute().parent)

@@ -1,4 +1,4 @@
-"""A traced network -> a file: ONNX, torch.export's own, OpenVINO; each with its metadata inside."""
+"""Write traced networks as ONNX, torch.export and OpenVINO files, and read the metadata stored in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vitrail.export.quantize import quantize
 from vitrail.weights.size_limits import check_image_size
 
 MAX_ONNX_BYTES = 1_900_000_000
-"""Bytes that one ONNX file can hold, nearly; beyond, the weights lie in a file beside it."""
+"""Larger weights are stored in a separate file: protobuf limits an ONNX file to 2 GB."""
 
 
 def write(
@@ -30,9 +30,9 @@ def write(
     path: Path,
     calibration: Sequence[npt.NDArray[Any]] = (),
 ) -> list[str]:
-    """Write one file, for OpenVINO two, at a path where nothing is; gives what to say about it.
+    """Write one file, for OpenVINO two, to a new path. Returns notes for the user.
 
-    For OpenVINO the network may lie in an ONNX file already.
+    For OpenVINO, `program` may also be the path of an ONNX file of the network.
     """
     if isinstance(program, Path):
         return _write_openvino(program, metadata, path, compressed=metadata.precision == "int8")
@@ -41,12 +41,14 @@ def write(
         return []
     if metadata.to == "onnx":
         return _write_onnx(program, metadata, path, calibration)
-    import_optional("openvino")  # before the work
+    import_optional("openvino")  # raises before the work
     bridge = path.with_suffix(".bridge.onnx")
     try:
-        alone = metadata.precision == "int8" and not calibration  # OpenVINO's own integers need no images
-        notes = _write_onnx(program, replace(metadata, precision="float32") if alone else metadata, bridge, calibration)
-        notes += _write_openvino(bridge, metadata, path, compressed=alone)
+        dynamic = metadata.precision == "int8" and not calibration  # dynamic quantization needs no images
+        notes = _write_onnx(
+            program, replace(metadata, precision="float32") if dynamic else metadata, bridge, calibration
+        )
+        notes += _write_openvino(bridge, metadata, path, compressed=dynamic)
     finally:
         for part in (bridge, weights_path(bridge)):
             part.unlink(missing_ok=True)
@@ -59,15 +61,15 @@ def _write_onnx(
     onnx = import_optional("onnx")
     import_optional("onnxscript")
     with silence_exporters():
-        made = torch.onnx.export(
+        onnx_program = torch.onnx.export(
             program,
             dynamo=True,
             input_names=["pixels" if metadata.normalize_inside else "images"],
             output_names=[metadata.output_type],
             verbose=False,
         )
-        assert made is not None
-        model = made.model_proto
+        assert onnx_program is not None
+        model = onnx_program.model_proto
     _name_batch_dimension(model)
     notes: list[str] = []
     if metadata.precision == "int8":
@@ -85,19 +87,19 @@ def _write_onnx(
 
 
 def _name_batch_dimension(model: Any) -> None:
-    """Call the number of images so, where the exporter gives it a symbol; and without the source's places."""
+    """Name a dynamic batch dimension "batch", and remove source locations from the graph."""
     graph = model.graph
     for part in (graph, *graph.node):
         del part.metadata_props[:]
-    found = {d.dim_param for d in graph.input[0].type.tensor_type.shape.dim if d.dim_param}
+    symbols = {d.dim_param for d in graph.input[0].type.tensor_type.shape.dim if d.dim_param}
     for value in (*graph.input, *graph.output, *graph.value_info):
         for dimension in value.type.tensor_type.shape.dim:
-            if dimension.dim_param in found:
+            if dimension.dim_param in symbols:
                 dimension.dim_param = "batch"
 
 
 def weight_bytes(model: Any) -> int:
-    """Of an ONNX model's weights; those of the whole cannot be asked for above two gigabytes."""
+    """Size of an ONNX model's weights; `ByteSize` of the whole model fails above 2 GB."""
     return sum(len(tensor.raw_data) for tensor in model.graph.initializer)
 
 
@@ -107,18 +109,18 @@ def _write_openvino(bridge: Path, metadata: ExportMetadata, path: Path, *, compr
         model = openvino.Core().read_model(str(bridge))
         notes = compress(model) if compressed else []
         model.set_rt_info(metadata.to_json(), [KEY])
-        # Ten bits of float16 are more than the eight that bfloat16 computes with.
+        # float16 has a longer mantissa than bfloat16, in which the file is computed.
         openvino.save_model(model, str(path), compress_to_fp16=metadata.precision == "bfloat16")
     return notes
 
 
 def existing_files(path: Path) -> list[Path]:
-    """The files of an export, the one that is opened last."""
+    """The files of an export that exist; the one that is opened is last."""
     return [part for part in (weights_path(path), path) if part.exists()]
 
 
 def read_program(path: Path) -> tuple[Any, ExportMetadata]:
-    """A module to call, and its metadata."""
+    """Read a .pt2 file: a callable module, and the metadata."""
     module, text = read_archive(path)
     metadata = parse_metadata(text, path)
     nodes = {node.op: node for node in module.graph.nodes}
@@ -126,22 +128,23 @@ def read_program(path: Path) -> tuple[Any, ExportMetadata]:
     return module, metadata
 
 
-def check_graph(metadata: ExportMetadata, given: Sequence[Any], gives: Sequence[Any], path: Path) -> None:
-    """Raise FormatError where a file states other sizes than its graph has; a dimension that is no number is any."""
-    inputs, outputs = ([side if type(side) is int else None for side in shape] for shape in (given, gives))
-    if inputs != [metadata.batch_size, *metadata.shape]:
+def check_graph(metadata: ExportMetadata, input_shape: Sequence[Any], output_shape: Sequence[Any], path: Path) -> None:
+    """Raise FormatError if sizes in the metadata and in the graph differ; dimensions that are not int are dynamic."""
+    inputs, outputs = ([dim if type(dim) is int else None for dim in shape] for shape in (input_shape, output_shape))
+    if inputs != [metadata.batch_size, *metadata.image_shape]:
         raise FormatError(
-            f"{path}: got images of {[metadata.batch_size, *metadata.shape]} in its metadata, its graph takes {inputs}."
+            f"{path}: got input shape {[metadata.batch_size, *metadata.image_shape]} in its metadata, "
+            f"but {inputs} in its graph."
         )
     classes = metadata.info.config.num_classes
     if metadata.output_type != "features" and outputs[1:] != [classes]:
-        raise FormatError(f"{path}: got {classes} classes in its metadata, its graph gives {outputs[1:]}.")
+        raise FormatError(f"{path}: got {classes} classes in its metadata, but outputs {outputs[1:]} in its graph.")
 
 
 def parse_metadata(text: object, path: Path) -> ExportMetadata:
-    """The metadata that a file holds, which without one is somebody else's."""
+    """Parse and check the metadata of a file; FormatError if it has none, that is, if vitrail did not write it."""
     if not text:
-        raise FormatError(f"{path} was not written by vitrail export: it does not say how its images are prepared.")
+        raise FormatError(f"{path} was not written by vitrail export: it has no metadata about preprocessing.")
     try:
         metadata = ExportMetadata.from_json(str(text))
         check_image_size(metadata.info)

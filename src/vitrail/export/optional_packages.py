@@ -1,4 +1,4 @@
-"""Packages that only exporting and its engines need: imported when used, and quiet."""
+"""The packages of the extra `export`, imported on first use and without their warnings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGGERS = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 
 
 def import_optional(name: str) -> Any:
-    """A module of the extra `export`, or one sentence that says how to get it."""
+    """Import a module of the extra `export`; ConfigError with the pip command if that fails."""
     try:
         with silence_exporters():
             return importlib.import_module(name)
@@ -33,7 +33,7 @@ def is_installed(name: str) -> bool:
 
 @contextmanager
 def silence_exporters() -> Iterator[None]:
-    """What exporters warn of is about their own insides."""
+    """Suppress the warnings and log messages of the exporters, which are about their internals."""
     levels = {name: logging.getLogger(name).level for name in LOGGERS}
     try:
         for name in LOGGERS:

@@ -1,8 +1,8 @@
-"""A torch.export program as a file, and back again without running anything that a stranger put there.
+"""Write torch.export programs, and read untrusted ones without executing code from them.
 
-torch's own loader unpickles what it finds, and takes expressions, names and operators of the graph as
-Python. So an archive is read only where it holds what is written here: tensors as plain bytes, and a
-graph of ATen operators whose every string is a name.
+torch's loader unpickles objects, and evaluates expressions, names and operators of the graph as Python. An archive is
+therefore read only if it contains what is written here: tensors as plain bytes, and a graph of ATen operators whose
+strings are all plain names.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch.export.pt2_archive._package import load_pt2
 from vitrail.errors import CheckpointError, FormatError
 from vitrail.export.optional_packages import silence_exporters
 
-MODEL = "model"
-"""torch's name for a program that is alone in its archive."""
+MODEL_NAME = "model"
+"""Name that torch gives to the only program of an archive."""
 METADATA_FILE = "vitrail.json"
-CONFIGS = (f"data/weights/{MODEL}_weights_config.json", f"data/constants/{MODEL}_constants_config.json")
-GRAPH = f"models/{MODEL}.json"
-EXAMPLE = f"data/sample_inputs/{MODEL}.pt"
+CONFIGS = (f"data/weights/{MODEL_NAME}_weights_config.json", f"data/constants/{MODEL_NAME}_constants_config.json")
+GRAPH = f"models/{MODEL_NAME}.json"
+EXAMPLE_INPUT = f"data/sample_inputs/{MODEL_NAME}.pt"
 ALLOWED_MEMBERS = re.compile(
     r"data/(weights/weight_\d+|constants/tensor_\d+)|archive_format|archive_version|byteorder|(\.data/)?version"
-    r"|\.data/serialization_id|extra/" + "|".join(map(re.escape, (METADATA_FILE, *CONFIGS, GRAPH, EXAMPLE)))
+    r"|\.data/serialization_id|extra/" + "|".join(map(re.escape, (METADATA_FILE, *CONFIGS, GRAPH, EXAMPLE_INPUT)))
 )
-"""What an archive may consist of."""
+"""Names of the members that an archive may have."""
 
-WORD = re.compile(r"[\w.]*", re.ASCII)
+NAME = re.compile(r"[\w.]*", re.ASCII)
 OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+|_operator\.(getitem|add|sub|mul|floordiv|mod)", re.ASCII)
 # fmt: off
 ALLOWED_OPERATORS = frozenset((
@@ -45,14 +45,14 @@ ALLOWED_OPERATORS = frozenset((
     "unflatten", "unsqueeze", "view", "where",
 ))
 # fmt: on
-"""Operators that networks here are made of. Others read files, print, or trust the numbers they are given."""
+"""Operators of vitrail's networks. Others may read files, print, or not validate their arguments."""
 SYMBOL = re.compile(r"Symbol\('[a-z]\w*'(, (positive|integer)=True)*\)", re.ASCII)
-SUM = re.compile(r"([\d\s+()-]|\*(?!\*))*", re.ASCII)
+ARITHMETIC = re.compile(r"([\d\s+()-]|\*(?!\*))*", re.ASCII)
 CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path, metadata: str) -> None:
-    """Without the places in the source that its operators came from, which are those of this machine."""
+    """Write a program without the source locations of its operators, which contain paths of this machine."""
     for node in program.graph.nodes:
         for name in ("stack_trace", "nn_module_stack", "torch_fn", "from_node", "source_fn_stack"):
             node.meta.pop(name, None)
@@ -61,85 +61,86 @@ def write_program(program: torch.export.ExportedProgram, path: Path, metadata: s
 
 
 def read_archive(path: Path) -> tuple[Any, str]:
-    """A module to call, and the text of its metadata; FormatError where the archive could do more than compute."""
+    """Read a callable module and the text of its metadata; FormatError if the archive could execute code."""
     try:
         with path.open("rb") as file, silence_exporters():
-            _check(PT2ArchiveReader(file), path)
+            _check_archive(PT2ArchiveReader(file), path)
             file.seek(0)
-            found = load_pt2(file)
-            return found.exported_programs[MODEL].module(), found.extra_files.get(METADATA_FILE, "")
+            contents = load_pt2(file)
+            return contents.exported_programs[MODEL_NAME].module(), contents.extra_files.get(METADATA_FILE, "")
     except FormatError:
         raise
-    except Exception as error:  # torch's own, of many kinds
+    except Exception as error:  # torch raises many types
         raise CheckpointError(f"{path} cannot be read as a torch.export program: {error_summary(error)}.") from error
 
 
-def _check(archive: PT2ArchiveReader, path: Path) -> None:
-    """Raise FormatError for anything but tensors and a plain graph; read as torch itself will read it."""
+def _check_archive(archive: PT2ArchiveReader, path: Path) -> None:
+    """Raise FormatError for anything but tensors and a plain graph; uses torch's reader, as loading does."""
     names = archive.get_file_names()
-    strange = next((name for name in names if not ALLOWED_MEMBERS.fullmatch(name)), None)
-    if strange is not None:
-        raise _refusal(path, f"it holds {strange}")
+    unexpected = next((name for name in names if not ALLOWED_MEMBERS.fullmatch(name)), None)
+    if unexpected is not None:
+        raise _format_error(path, f"it contains {unexpected}")
     for name in CONFIGS:
         config = json.loads(archive.read_bytes(name))
         if any(entry["use_pickle"] for entry in config["config"].values()):
-            raise _refusal(path, "its tensors are pickled")
+            raise _format_error(path, "its tensors are pickled")
         _check_strings(config, path)
     graph = json.loads(archive.read_bytes(GRAPH))
     if graph.get("guards_code") or graph["graph_module"].get("treespec_namedtuple_fields"):
-        raise _refusal(path, "its graph comes with code")
+        raise _format_error(path, "its graph contains code")
     _check_strings(graph, path)
     try:
-        torch.load(io.BytesIO(archive.read_bytes(EXAMPLE)), weights_only=True)
+        torch.load(io.BytesIO(archive.read_bytes(EXAMPLE_INPUT)), weights_only=True)
     except Exception as error:
-        raise _refusal(path, "its example is a pickle of more than tensors") from error
+        raise _format_error(path, "its example input contains pickled objects other than tensors") from error
 
 
 def _check_strings(value: Any, path: Path, key: str = "") -> None:
-    """Names and nothing else, at any depth: torch makes Python code of them."""
+    """Raise FormatError unless all strings, at any depth, are plain: torch evaluates them as Python."""
     if isinstance(value, dict):
-        for name, one in value.items():
+        for name, item in value.items():
             _check_strings(name, path)
-            _check_strings(one, path, name)
+            _check_strings(item, path, name)
     elif isinstance(value, list):
-        for one in value:
-            _check_strings(one, path, key)
+        for item in value:
+            _check_strings(item, path, key)
     elif isinstance(value, str) and not _is_plain(value, key):
         shown = value if len(value) <= 60 else f"{value[:60]}..."
-        raise _refusal(path, f"its graph says {shown!r}")
+        raise _format_error(path, f"its graph contains {shown!r}")
 
 
 def _is_plain(text: str, key: str) -> bool:
+    """Whether a string is safe to evaluate; `key` is the JSON key under which it is stored."""
     if key == "target":
-        found = OPERATOR.fullmatch(text)
-        return found is not None and (found[1] is None or found[1] in ALLOWED_OPERATORS)
+        match = OPERATOR.fullmatch(text)
+        return match is not None and (match[1] is None or match[1] in ALLOWED_OPERATORS)
     if key == "expr_str":
-        return SUM.fullmatch(SYMBOL.sub("", text)) is not None
+        return ARITHMETIC.fullmatch(SYMBOL.sub("", text)) is not None
     if key in ("in_spec", "out_spec"):
         return _is_plain_tree(json.loads(text))
     if key == "torch_version":
         return re.fullmatch(r"[\w.+]*", text, re.ASCII) is not None
-    return WORD.fullmatch(text) is not None
+    return NAME.fullmatch(text) is not None
 
 
 def _is_plain_tree(tree: Any) -> bool:
-    """How arguments are nested: version, and types in types."""
+    """Whether a serialized pytree spec contains only its version and nested tuples, lists and dicts."""
     if isinstance(tree, list):
-        return all(_is_plain_tree(one) for one in tree)
+        return all(_is_plain_tree(item) for item in tree)
     if not isinstance(tree, dict):
         return isinstance(tree, int)
     plain = tree.keys() <= {"type", "context", "children_spec"} and tree.get("type") in CONTAINERS
     return plain and tree.get("context") in (None, "null", "[]") and _is_plain_tree(tree.get("children_spec", []))
 
 
-def _refusal(path: Path, why: str) -> FormatError:
+def _format_error(path: Path, reason: str) -> FormatError:
     return FormatError(
-        f"{path} is not read: {why}, which vitrail export never writes and which could run code; "
-        "export the model anew from its checkpoint."
+        f"{path} was not loaded: {reason}, which vitrail export never writes and which could run code; "
+        "export the model again from its checkpoint."
     )
 
 
 def error_summary(error: BaseException) -> str:
-    """Of an engine's error; OpenVINO begins with where in its source it came to pass."""
+    """First line of an engine's error message, without the source locations that OpenVINO puts before it."""
     lines = [line for line in str(error).strip().splitlines() if not line.startswith(("Exception from ", "Check '"))]
     return (lines or [type(error).__name__])[0].rstrip(".")

@@ -1,18 +1,18 @@
-"""ONNX in 8-bit integers: products of activations and weights, both rounded, calibrated on images.
+"""Static int8 quantization of ONNX models, calibrated on images.
 
-Activations get one scale for each product, from the least to the greatest value that the images
-show; weights one for each output channel. Products of two activations (queries with keys) stay in
-float32, and so does a product that rounding would change too much: in a trained ViT a few of the
-MLPs' second layers, where one token is hundreds of times larger than all others. Left in integers,
-two such layers of the ImageNet ViT-Ti/16 change ten of a hundred top-1 answers.
+Activations have one scale per matrix product, from their minimum and maximum over the calibration images; weights have
+one per output channel. Products of two activations (queries and keys) stay in float32, and so does a product whose
+output quantization would change too much: in a trained ViT, a few of the MLPs' second layers, where one token is
+hundreds of times larger than all others. With two such layers of the ImageNet ViT-Ti/16 in int8, ten of a hundred top-1
+predictions change.
 
-Everything is written as QuantizeLinear and DequantizeLinear around plain operators, which ONNX
-Runtime and OpenVINO both turn into integer arithmetic.
+The graph is written with QuantizeLinear and DequantizeLinear around float operators (QDQ), which ONNX Runtime and
+OpenVINO convert to integer arithmetic.
 
-Weights use about seven of their eight bits, so that integer products are the same on every CPU. An x86
-CPU without VNNI instructions multiplies unsigned activations by signed weights with `vpmaddubsw`, which
-adds two products in 16 bits and cuts the sum off at 32,767. Here no two weights of an output can sum to
-more than 128 in size, and 255 x 128 fits, whichever two a kernel adds.
+Weights use about seven of their eight bits, so that integer products are the same on every CPU. An x86 CPU without VNNI
+instructions multiplies unsigned activations by signed weights with `vpmaddubsw`, which adds two products in 16 bits and
+saturates at 32,767. Here no two weights of an output with the same sign add up to more than 128 in absolute value, and
+255 x 128 fits, whichever two a kernel adds.
 """
 
 from __future__ import annotations
@@ -31,96 +31,101 @@ from vitrail.export.optional_packages import import_optional, silence_exporters
 
 Floats = npt.NDArray[np.float32]
 
-LOSS = 0.04
-"""A product that rounding changes by more than this share of its size stays in float32."""
-ROWS = 512
-"""Rows of activations that this is measured on, at most, for each product."""
-LEVELS = 255
-PAIR = 128
-"""The largest sum of two weights of one output and sign: 255 x 128 = 32,640 fits into 16 bits."""
+MAX_RELATIVE_ERROR = 0.04
+"""Products with a larger relative error of the output stay in float32."""
+MAX_ROWS = 512
+"""Maximum number of rows of activations per product on which the error is measured."""
+UINT8_MAX = 255  # the largest quantized activation
+MAX_PAIR_SUM = 128
+"""Largest sum of two quantized weights of one output with the same sign: 255 x 128 = 32,640 fits into 16 bits."""
 NO_IMAGES = (
-    "int8 in ONNX needs images to calibrate on, like those it will see: "
-    "pass --calibrate FOLDER, or --to openvino, which can do without."
+    "int8 in ONNX needs calibration images, similar to those in use: "
+    "pass --calibrate FOLDER, or --to openvino, which does not need them."
 )
 
 
 @dataclass
 class Product:
-    """A product with constant weights, and what the images have shown of its other factor."""
+    """A product with constant weights, and the range of its activations over the calibration images."""
 
     node: Any
     weight: Floats
     axis: int
-    """Of the outputs, in the weights."""
+    """Axis of the output channels in the weights."""
     low: float = 0.0
     high: float = 0.0
-    rows: list[Floats] = field(default_factory=list)
+    rows: list[Floats] = field(default_factory=list)  # sampled activations, each N I; none of convolutions
 
     @property
     def activation(self) -> str:
+        """Name of the activations in the graph."""
         return str(self.node.input[0])
 
-    def see(self, values: Floats, rng: np.random.Generator, share: int) -> None:
-        """Widen the range, and keep some rows."""
+    def observe(self, values: Floats, rng: np.random.Generator, num_rows: int) -> None:
+        """Update the range with a batch of activations, and sample `num_rows` of its rows."""
         self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
         if self.node.op_type == "MatMul":
             flat = values.reshape(-1, values.shape[-1])
-            self.rows.append(flat[rng.choice(len(flat), min(share, len(flat)), replace=False)])
+            self.rows.append(flat[rng.choice(len(flat), min(num_rows, len(flat)), replace=False)])
 
     @property
-    def scale(self) -> tuple[np.float32, np.uint8]:
-        """Step and zero point of the activations."""
-        step = max((self.high - self.low) / LEVELS, 1e-12)
-        return np.float32(step), np.uint8(np.clip(round(-self.low / step), 0, LEVELS))
+    def activation_qparams(self) -> tuple[np.float32, np.uint8]:
+        """Scale and zero point of the activations."""
+        scale = max((self.high - self.low) / UINT8_MAX, 1e-12)
+        return np.float32(scale), np.uint8(np.clip(round(-self.low / scale), 0, UINT8_MAX))
 
-    def rounded(self) -> tuple[npt.NDArray[np.int8], Floats]:
-        """The weights in integers, and their steps: one for each output."""
+    def quantized_weight(self) -> tuple[npt.NDArray[np.int8], Floats]:
+        """The int8 weights and their scales, one per output."""
         flat = np.moveaxis(self.weight, self.axis, 0).reshape(self.weight.shape[self.axis], -1)  # O I
         largest = np.abs(flat).max(1)
-        both = np.maximum(_two_largest(flat), _two_largest(-flat))
-        # Rounding adds a half to each of the two, so one less than PAIR is theirs to fill.
-        step = np.maximum(np.maximum(largest, both) / (PAIR - 1), 1e-12).astype(np.float32)
-        step = step.reshape([-1 if i == self.axis else 1 for i in range(self.weight.ndim)])
-        return np.round(self.weight / step).astype(np.int8), step
+        pair = np.maximum(_two_largest(flat), _two_largest(-flat))
+        # Rounding adds at most a half to each of the two, hence the - 1.
+        scale = np.maximum(np.maximum(largest, pair) / (MAX_PAIR_SUM - 1), 1e-12).astype(np.float32)
+        scale = scale.reshape([-1 if i == self.axis else 1 for i in range(self.weight.ndim)])
+        return np.round(self.weight / scale).astype(np.int8), scale
 
-    def loss(self) -> float:
-        """How much rounding both factors changes the product, as a share of its size."""
+    def relative_error(self) -> float:
+        """Relative error of the output on the sampled rows if both factors are quantized; 0 without rows."""
         if not self.rows:
             return 0.0
         x = np.concatenate(self.rows)  # N I
-        step, zero = self.scale
-        near = (np.clip(np.round(x / step) + zero, 0, LEVELS) - zero).astype(np.float32) * step
-        weight, steps = self.rounded()
+        scale, zero_point = self.activation_qparams
+        dequantized_x = (np.clip(np.round(x / scale) + zero_point, 0, UINT8_MAX) - zero_point).astype(
+            np.float32
+        ) * scale
+        weight, weight_scale = self.quantized_weight()
         exact = x @ self.weight  # N O
-        return float(np.linalg.norm(near @ (weight * steps) - exact)) / max(float(np.linalg.norm(exact)), 1e-12)
+        return float(np.linalg.norm(dequantized_x @ (weight * weight_scale) - exact)) / max(
+            float(np.linalg.norm(exact)), 1e-12
+        )
 
 
 def _two_largest(rows: Floats) -> Floats:
-    """The sum of each row's two largest values, negative ones counted as 0."""
-    kept = min(2, rows.shape[1])
-    return np.maximum(np.partition(rows, -kept, axis=1)[:, -kept:], 0).sum(1)
+    """Sum of the two largest values of each row, with negative values counted as 0."""
+    count = min(2, rows.shape[1])
+    return np.maximum(np.partition(rows, -count, axis=1)[:, -count:], 0).sum(1)
 
 
 def quantize(model: Any, images: Sequence[npt.NDArray[Any]]) -> tuple[Any, list[str]]:
-    """The same model with its products in integers, calibrated on what goes into it; and what to say of it."""
+    """Quantize the products of an ONNX model; `images` are batches of its input. Returns the model and notes."""
     if not images:
         raise ConfigError(NO_IMAGES)
-    _plain_products(model)
+    _replace_gemm(model)
     products = _products(model)
     if not products:
-        raise ModelError("this network has no products with constant weights to write in integers.")
+        raise ModelError("this network has no matrix products with constant weights to quantize.")
     _calibrate(model, products, images)
-    kept = [p for p in products if p.loss() > LOSS]
-    for number, product in enumerate(p for p in products if p.loss() <= LOSS):
-        _insert(model, product, number)
-    _tidy(model)
-    count = len(products) - len(kept)
-    stay = f"; {len(kept)} of {len(products)} products stay in float32, where rounding costs most" * bool(kept)
-    return model, [f"{count} products are in 8-bit integers{stay}"]
+    in_float32 = [p for p in products if p.relative_error() > MAX_RELATIVE_ERROR]
+    for number, product in enumerate(p for p in products if p.relative_error() <= MAX_RELATIVE_ERROR):
+        _insert_quantization(model, product, number)
+    _remove_unused_weights(model)
+    count = len(products) - len(in_float32)
+    excluded = f"; {len(in_float32)} of {len(products)} products stay in float32 for accuracy" * bool(in_float32)
+    return model, [f"{count} products are in int8{excluded}"]
 
 
-def _plain_products(model: Any) -> None:
-    """Gemm -> MatMul and Add, so that there is one kind of product."""
+def _replace_gemm(model: Any) -> None:
+    """Replace Gemm nodes by MatMul and Add, so that matrix products have one operator."""
     onnx = import_optional("onnx")
     weights = {i.name: i for i in model.graph.initializer}
     nodes = []
@@ -132,74 +137,79 @@ def _plain_products(model: Any) -> None:
             continue
         name = node.input[1]
         if options.get("transB"):
-            turned = onnx.numpy_helper.to_array(weights[name]).T
+            transposed = onnx.numpy_helper.to_array(weights[name]).T
             name = f"{name}_transposed"
-            model.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(turned), name))
-        biased = len(node.input) > 2
-        middle = f"{node.output[0]}_product" if biased else node.output[0]
-        nodes.append(onnx.helper.make_node("MatMul", [node.input[0], name], [middle], name=f"{node.name}_product"))
-        if biased:
-            nodes.append(onnx.helper.make_node("Add", [middle, node.input[2]], [node.output[0]], name=node.name))
+            model.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(transposed), name))
+        has_bias = len(node.input) > 2
+        matmul_output = f"{node.output[0]}_product" if has_bias else node.output[0]
+        nodes.append(
+            onnx.helper.make_node("MatMul", [node.input[0], name], [matmul_output], name=f"{node.name}_product")
+        )
+        if has_bias:
+            nodes.append(onnx.helper.make_node("Add", [matmul_output, node.input[2]], [node.output[0]], name=node.name))
     del model.graph.node[:]
     model.graph.node.extend(nodes)
 
 
 def _products(model: Any) -> list[Product]:
+    """MatMul and Conv nodes with constant float32 weights."""
     onnx = import_optional("onnx")
     weights = {i.name: i for i in model.graph.initializer}
-    found = []
+    products = []
     for node in model.graph.node:
         if node.op_type not in ("MatMul", "Conv") or node.input[1] not in weights:
             continue
         weight = onnx.numpy_helper.to_array(weights[node.input[1]])
         if weight.dtype == np.float32 and weight.ndim == (2 if node.op_type == "MatMul" else 4):
-            found.append(Product(node, weight, axis=1 if node.op_type == "MatMul" else 0))
-    return found
+            products.append(Product(node, weight, axis=1 if node.op_type == "MatMul" else 0))
+    return products
 
 
 def _calibrate(model: Any, products: list[Product], images: Sequence[npt.NDArray[Any]]) -> None:
-    """Run the model on images with every product's activations as outputs."""
-    onnx, runtime = import_optional("onnx"), import_optional("onnxruntime")
-    watched = onnx.ModelProto()
-    watched.CopyFrom(model)
-    there = {output.name for output in watched.graph.output}
+    """Run the model on the images with the activations of all products as additional outputs."""
+    onnx, onnxruntime = import_optional("onnx"), import_optional("onnxruntime")
+    instrumented = onnx.ModelProto()
+    instrumented.CopyFrom(model)
+    existing = {output.name for output in instrumented.graph.output}
     names = list(dict.fromkeys(p.activation for p in products))
     for name in names:
-        if name not in there:
-            watched.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
-    options = runtime.SessionOptions()
+        if name not in existing:
+            instrumented.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+    options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     with silence_exporters():
-        session = runtime.InferenceSession(watched.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            instrumented.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
     rng = np.random.default_rng(0)
-    share = max(ROWS // len(images), 1)
-    given = session.get_inputs()[0].name
+    rows_per_batch = max(MAX_ROWS // len(images), 1)
+    input_name = session.get_inputs()[0].name
     for batch in images:
-        seen = dict(zip(names, session.run(names, {given: batch}), strict=True))
+        activations = dict(zip(names, session.run(names, {input_name: batch}), strict=True))
         for product in products:
-            product.see(seen[product.activation], rng, share)
+            product.observe(activations[product.activation], rng, rows_per_batch)
 
 
-def _insert(model: Any, product: Product, number: int) -> None:
-    """Round both factors of a product, and say by how much."""
+def _insert_quantization(model: Any, product: Product, number: int) -> None:
+    """Insert QuantizeLinear and DequantizeLinear nodes for both factors of a product."""
     onnx = import_optional("onnx")
     node, name = product.node, f"int8_{number}"
-    (step, zero), (weight, steps) = product.scale, product.rounded()
+    (scale, zero_point), (weight, weight_scale) = product.activation_qparams, product.quantized_weight()
     constants = {
-        "step": np.array(step),
-        "zero": np.array(zero),
+        "step": np.array(scale),
+        "zero": np.array(zero_point),
         "weight": weight,
-        "weight_step": steps.reshape(-1),
-        "weight_zero": np.zeros(steps.size, np.int8),
+        "weight_step": weight_scale.reshape(-1),
+        "weight_zero": np.zeros(weight_scale.size, np.int8),
     }
-    for what, value in constants.items():
-        model.graph.initializer.append(onnx.numpy_helper.from_array(value, f"{name}_{what}"))
-    around = [f"{name}_step", f"{name}_zero"]
-    make = onnx.helper.make_node
-    new = [
-        make("QuantizeLinear", [node.input[0], *around], [f"{name}_near"], name=f"{name}_round"),
-        make("DequantizeLinear", [f"{name}_near", *around], [f"{name}_in"], name=f"{name}_back"),
-        make(
+    for suffix, value in constants.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(value, f"{name}_{suffix}"))
+    qparams = [f"{name}_step", f"{name}_zero"]
+    make_node = onnx.helper.make_node
+    nodes = [
+        make_node("QuantizeLinear", [node.input[0], *qparams], [f"{name}_near"], name=f"{name}_round"),
+        make_node("DequantizeLinear", [f"{name}_near", *qparams], [f"{name}_in"], name=f"{name}_back"),
+        make_node(
             "DequantizeLinear",
             [f"{name}_weight", f"{name}_weight_step", f"{name}_weight_zero"],
             [f"{name}_by"],
@@ -207,16 +217,16 @@ def _insert(model: Any, product: Product, number: int) -> None:
             name=f"{name}_weight_back",
         ),
     ]
-    at = next(i for i, other in enumerate(model.graph.node) if other.output[0] == node.output[0])
-    here = model.graph.node[at]
-    here.input[0], here.input[1] = f"{name}_in", f"{name}_by"
-    for offset, one in enumerate(new):
-        model.graph.node.insert(at + offset, one)
+    index = next(i for i, other in enumerate(model.graph.node) if other.output[0] == node.output[0])
+    target = model.graph.node[index]
+    target.input[0], target.input[1] = f"{name}_in", f"{name}_by"
+    for offset, new_node in enumerate(nodes):
+        model.graph.node.insert(index + offset, new_node)
 
 
-def _tidy(model: Any) -> None:
-    """Without the weights that nothing reads any more."""
-    used = {name for node in model.graph.node for name in node.input}
-    kept = [i for i in model.graph.initializer if i.name in used]
+def _remove_unused_weights(model: Any) -> None:
+    """Remove the weights that no node uses any more."""
+    inputs = {name for node in model.graph.node for name in node.input}
+    used = [i for i in model.graph.initializer if i.name in inputs]
     del model.graph.initializer[:]
-    model.graph.initializer.extend(kept)
+    model.graph.initializer.extend(used)

@@ -1,4 +1,4 @@
-"""A hidden folder beside a file to be, where it is made; what a killed process left is removed by the next one."""
+"""A hidden temporary folder beside the file to write; the folders of killed processes are removed by later calls."""
 
 from __future__ import annotations
 
@@ -12,47 +12,48 @@ from pathlib import Path
 from vitrail.runtime.locks import try_lock
 from vitrail.weights.writers import explain_write_errors
 
-LOCK = "vitrail.lock"
-"""Held as long as somebody works in a folder."""
+LOCK_NAME = "vitrail.lock"
+"""File in the folder that is locked while a process uses the folder."""
 
 
 @contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """Where to make `path`; gone afterwards, however this ends."""
-    _sweep(path)
+    """Create a temporary folder in which to write `path`; it is deleted at the end, also after an error."""
+    _remove_stale_folders(path)
     with explain_write_errors(path):
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.{os.getpid()}.", dir=path.parent))
     try:
-        new = folder / ("new.lock" if os.name == "posix" else LOCK)  # elsewhere an open file cannot be renamed
+        # The file is locked before it is renamed: LOCK_NAME is never unlocked. Only POSIX can rename an open file.
+        lock_file = folder / ("new.lock" if os.name == "posix" else LOCK_NAME)
         with explain_write_errors(path):
-            lock = new.open("wb")
+            lock = lock_file.open("wb")
         with lock:
             try_lock(lock.fileno())
-            if new.name != LOCK:
-                new.replace(folder / LOCK)  # never seen before it is held
+            if lock_file.name != LOCK_NAME:
+                lock_file.replace(folder / LOCK_NAME)
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _sweep(path: Path) -> None:
-    """Remove folders of this name that nobody works in any more."""
+def _remove_stale_folders(path: Path) -> None:
+    """Remove the temporary folders of `path` whose processes have ended."""
     if os.name != "posix":
         return
     for folder in path.parent.iterdir():
-        name, _, rest = folder.name.rpartition(f".{path.name}.")
-        process = rest.partition(".")[0]
-        if name or not process.isdecimal() or not (folder / LOCK).is_file() or _alive(int(process)):
+        prefix, _, suffix = folder.name.rpartition(f".{path.name}.")
+        pid = suffix.partition(".")[0]
+        if prefix or not pid.isdecimal() or not (folder / LOCK_NAME).is_file() or _is_running(int(pid)):
             continue
-        with suppress(OSError), (folder / LOCK).open("r+b") as lock:
+        with suppress(OSError), (folder / LOCK_NAME).open("r+b") as lock:
             if try_lock(lock.fileno()):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _alive(process: int) -> bool:
-    """Whether there is such a process here; the lock tells of other machines."""
+def _is_running(pid: int) -> bool:
+    """Whether a process with this id runs on this machine; the lock covers other machines."""
     try:
-        os.kill(process, 0)
+        os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:

@@ -1,4 +1,4 @@
-"""A network as it is exported: with its preprocessing inside, or bare."""
+"""Trace a network for export, with or without normalization and softmax."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from vitrail.models.resnet import StandardizedConv
 # B images, H x W pixels, C channels; N tokens, D width, H heads, K = D // H
 
 MAX_BATCH = 65536
-"""Images at a time, where any number will do."""
+"""Upper bound of a dynamic batch size."""
 
 
 class ExportModule(nn.Module):
     """Pixels 0 to 255, B H W C, or normalized images, B C H W -> logits, probabilities or features.
 
-    Resizing and cropping stay outside: they depend on the image.
+    Resizing and cropping are not included, since they depend on the image.
     """
 
     pixel_mean: Tensor
@@ -33,26 +33,26 @@ class ExportModule(nn.Module):
     def __init__(self, net: Net, metadata: ExportMetadata, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.net = fold_weight_standardization(copy.deepcopy(net).to("cpu").eval().requires_grad_(False)).to(dtype)
-        if metadata.to != "pt2":  # torch has one operator for all of it
+        if metadata.to != "pt2":  # torch runs its fused operator
             unfuse_attention(self.net)
         self.dtype, self.normalize_inside, self.output_type = dtype, metadata.normalize_inside, metadata.output_type
         self.multi_label = metadata.info.multi_label
         for name in ("mean", "std"):
             values = torch.tensor(getattr(metadata.info.preprocess, name), dtype=torch.float32)
-            self.register_buffer(f"pixel_{name}", values[:, None, None])  # `mean` is an operator's name, too
+            self.register_buffer(f"pixel_{name}", values[:, None, None])  # `mean` is also the name of an operator
 
     def forward(self, pixels: Tensor) -> Tensor:
         images = pixels
         if self.normalize_inside:
             images = (pixels.permute(0, 3, 1, 2).to(torch.float32) / 255 - self.pixel_mean) / self.pixel_std
-        out: Tensor = self.net(images.to(self.dtype)).to(torch.float32)
+        outputs: Tensor = self.net(images.to(self.dtype)).to(torch.float32)
         if self.output_type != "probabilities":
-            return out
-        return out.sigmoid() if self.multi_label else out.softmax(-1)
+            return outputs
+        return outputs.sigmoid() if self.multi_label else outputs.softmax(-1)
 
 
 class FoldedConv(StandardizedConv):
-    """A convolution whose kernel has been standardized once and for all."""
+    """A StandardizedConv whose stored weight is already standardized."""
 
     def kernel(self) -> Tensor:
         return self.weight
@@ -60,7 +60,7 @@ class FoldedConv(StandardizedConv):
 
 @torch.no_grad()
 def fold_weight_standardization(net: Net) -> Net:
-    """The same network, its kernels standardized now instead of each time."""
+    """Standardize the weights of all StandardizedConv layers in place, instead of in every forward pass."""
     for module in net.modules():
         if isinstance(module, StandardizedConv):
             module.weight.copy_(module.kernel().clone())
@@ -69,22 +69,26 @@ def fold_weight_standardization(net: Net) -> Net:
 
 
 class PlainAttention(Attention):
-    """Attention in the operators that other engines join to one, with the least that they cannot join.
+    """Multi-head self-attention in plain operators, in a form that other engines fuse.
 
-    The scale lies in the weights, and queries, keys and values are parted before they are turned: a
-    ViT-Ti/16 in 8-bit integers is a tenth faster for it in OpenVINO.
+    The scale is part of the weights, and q, k and v are split before they are transposed: an int8 ViT-Ti/16 is about
+    10 % faster in OpenVINO.
     """
 
     scale: float
-    """What is left of it."""
+    """Scale of q that is not part of the weights."""
 
     def forward(
-        self, x: Tensor, place: QKTransform | None = None, keep: list[Tensor] | None = None, seed: Tensor | None = None
+        self,
+        x: Tensor,
+        qk_transform: QKTransform | None = None,
+        weights_out: list[Tensor] | None = None,
+        dropout_seeds: Tensor | None = None,
     ) -> Tensor:
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         q, k, bias = self.q_norm(q), self.k_norm(k), None  # each B H N K
-        if place is not None:
-            q, k, bias = place(q, k)
+        if qk_transform is not None:
+            q, k, bias = qk_transform(q, k)
         logits = (q if self.scale == 1 else q * self.scale) @ k.transpose(-2, -1)  # B H N N
         weights = (logits if bias is None else logits + bias).softmax(-1)
         return self.out((weights @ v).transpose(1, 2).flatten(2))
@@ -92,13 +96,13 @@ class PlainAttention(Attention):
 
 @torch.no_grad()
 def unfuse_attention(net: Net) -> None:
-    """Attention in plain operators; what it gives stays the same, to rounding."""
+    """Replace Attention by PlainAttention, in place; the outputs stay the same up to rounding."""
     for module in net.modules():
         if type(module) is not Attention:
             continue
         width = module.out.in_features
         scale = (width // module.num_heads) ** -0.5
-        # Relative positions ask with queries that are not scaled yet.
+        # Relative position embeddings are multiplied with unscaled queries.
         folded = not module.has_qk_norm and getattr(net.config, "position", None) != "relative"
         for part in (module.qkv.weight, module.qkv.bias) if folded else ():
             if part is not None:
@@ -108,7 +112,7 @@ def unfuse_attention(net: Net) -> None:
 
 
 def trace(net: Net, metadata: ExportMetadata) -> torch.export.ExportedProgram:
-    """The whole as one graph, for the metadata's batch."""
+    """Trace the network as it is exported, for the batch size of the metadata."""
     dtype = torch.bfloat16 if (metadata.to, metadata.precision) == ("pt2", "bfloat16") else torch.float32
     module = ExportModule(net, metadata, dtype).eval()
     shapes: Any = None
@@ -119,6 +123,6 @@ def trace(net: Net, metadata: ExportMetadata) -> torch.export.ExportedProgram:
 
 
 def example_input(metadata: ExportMetadata, count: int | None = None) -> np.ndarray[Any, Any]:
-    """Black images of the shape and type that go in; two where any number may."""
-    kind = np.uint8 if metadata.takes_uint8 else np.float32
-    return np.zeros((count or metadata.batch_size or 2, *metadata.shape), kind)
+    """Black images of the input's shape and dtype; `count` or the fixed batch size, else two."""
+    dtype = np.uint8 if metadata.takes_uint8 else np.float32
+    return np.zeros((count or metadata.batch_size or 2, *metadata.image_shape), dtype)
