@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 import vitrail
-from vitrail.api.exporting import with_engine
-from vitrail.export.autotune import candidates
-from vitrail.export.engine_cache import cached_engine
-from vitrail.export.engines import Engine, open_engine
-from vitrail.export.sample_images import sample_images
+from vitrail.engines.engine import Engine
+from vitrail.exporting.autotune import candidates, open_engine
+from vitrail.exporting.engine_cache import cached_engine
+from vitrail.exporting.export_model import with_engine
+from vitrail.exporting.sample_images import sample_images
 
 PAUSE = 0.3
 """Seconds before each turn: threads of the one before go on spinning for a while."""

@@ -21,8 +21,8 @@ import torch
 from PIL import Image
 
 import vitrail
-from vitrail.api.model_figures import sample_images
 from vitrail.explain import attention_maps, gradient_rollout, occlusion, rollout_map
+from vitrail.figures.model_figures import sample_images
 
 
 def timed(work: Callable[[], object], device: torch.device, times: int = 5) -> float:

@@ -98,7 +98,7 @@ def write(files: Iterable[bytes], folder: Path) -> Path:
 def ours(folder: Path, batch: int, workers: int) -> Epoch:
     from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
     from vitrail.data.augment import Augment
-    from vitrail.data.loader import training_batches
+    from vitrail.data.batches import training_batches
     from vitrail.data.sources.folder import open_folder
 
     config = DataConfig(source=f"folder:{folder}", workers=workers)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.evaluate.knn import nearest_neighbors
+from vitrail.evaluation.knn import nearest_neighbors
 from vitrail.runtime.malloc import tune_malloc
 
 SIZES = ((1024, 1024), (2048, 2048), (5120, 1024), (8192, 1024))

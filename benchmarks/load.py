@@ -28,7 +28,7 @@ def prepare(folder: Path) -> dict[str, Path]:
     import safetensors.torch
     import torch
 
-    from vitrail.api import Model
+    from vitrail.model import Model
     from vitrail.models import build
     from vitrail.models.model_names import config_from_name
     from vitrail.weights.model_info import ModelInfo, default_preprocess

@@ -19,13 +19,13 @@ import torch
 
 from vitrail.config import TrainConfig, override, steps
 from vitrail.recipes import RECIPES
+from vitrail.runs.metrics_log import read_metrics
+from vitrail.runs.run_folder import RunFolder
 from vitrail.runtime import log
-from vitrail.train.distributed import DistributedContext
-from vitrail.train.loop import fit
-from vitrail.train.metrics_log import read_metrics
-from vitrail.train.run_folder import RunFolder
-from vitrail.train.setup import prepare_run
-from vitrail.train.trainer import Trainer
+from vitrail.runtime.distributed import DistributedContext
+from vitrail.training.loop import fit
+from vitrail.training.setup import prepare_run
+from vitrail.training.trainer import Trainer
 
 
 def synchronized_time(device: torch.device) -> float:

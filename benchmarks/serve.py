@@ -132,7 +132,7 @@ class PlainLoop:
         import torch
 
         import vitrail
-        from vitrail.export.engines import open_engine
+        from vitrail.exporting.autotune import open_engine
         from vitrail.runtime.cores import usable_cores
 
         vit = vitrail.load(model)

@@ -1,4 +1,4 @@
-"""What a person does with the explorer, for tests in a real browser."""
+"""Helpers for tests of the explorer in a real browser: user actions and displayed values."""
 
 from __future__ import annotations
 
@@ -17,71 +17,73 @@ import vitrail
 
 SAMPLES = Path(vitrail.__file__).parent / "serve" / "web" / "samples"
 CAT = SAMPLES / "cat.jpg"
-AWAY = "Failed to load resource"
-"""What a browser writes down when the server does not answer, or answers with an error."""
+FAILED_REQUEST = "Failed to load resource"
+"""Start of the console message when the server is unreachable or responds with an error."""
 
 
-def answered(page: Any) -> Any:
-    """When everything about the image has arrived."""
+def wait_until_explained(page: Any) -> Any:
+    """Wait until the explanation and the predictions are displayed; returns the page."""
     from playwright.sync_api import expect
 
-    expect(page.locator("#words")).to_contain_text("attends most to")
+    expect(page.locator("#query-caption")).to_contain_text("attends most to")
     expect(page.locator(".bar").first).to_be_visible()
     return page
 
 
-def bars(page: Any) -> list[tuple[str, str]]:
-    """Labels and scores, from above."""
+def read_bars(page: Any) -> list[tuple[str, str]]:
+    """Labels and scores of the bars, from top to bottom."""
     script = """() => [...document.querySelectorAll('.bar')]
         .map((bar) => [bar.style.transform.match(/\\d+/)[0], bar])
         .sort(([a], [b]) => a - b)
-        .map(([, bar]) => ['.who', '.much'].map((part) => bar.querySelector(part).textContent))"""
-    return [(label, much) for label, much in page.evaluate(script)]
+        .map(([, bar]) => ['.class-name', '.probability'].map((part) => bar.querySelector(part).textContent))"""
+    return [(label, percent) for label, percent in page.evaluate(script)]
 
 
-def capital(label: str) -> str:
+def capitalize(label: str) -> str:
     return label[:1].upper() + label[1:]
 
 
-def as_bars(predictions: Any) -> list[tuple[str, str]]:
-    """The same as the page writes it, worked out here."""
-    found = []
+def format_bars(predictions: Any) -> list[tuple[str, str]]:
+    """Labels and scores formatted as on the page, computed independently of its code."""
+    expected = []
     for label, score in predictions:
         digits = 1 if score < 0.0995 else 0
-        much = "<\u00a00.1\u00a0%" if score < 0.0005 else f"{100 * score:.{digits}f}\u00a0%"
-        found.append((capital(label), much))
-    return found
+        percent = "<\u00a00.1\u00a0%" if score < 0.0005 else f"{100 * score:.{digits}f}\u00a0%"
+        expected.append((capitalize(label), percent))
+    return expected
 
 
-def hiding(site: httpx.Client, hide: list[int], image: bytes) -> list[tuple[str, str]]:
-    """What the server says of an image with these patches hidden."""
-    found = site.post("/v1/predict", files={"image": image}, data={"hide": json.dumps(hide)}).json()
-    return as_bars((p["label"], p["score"]) for p in found["results"][0]["predictions"])
+def bars_with_hidden(site: httpx.Client, hide: list[int], image: bytes) -> list[tuple[str, str]]:
+    """The bars of the server's predictions for an image with these patches hidden."""
+    response = site.post("/v1/predict", files={"image": image}, data={"hide": json.dumps(hide)}).json()
+    return format_bars((p["label"], p["score"]) for p in response["results"][0]["predictions"])
 
 
 def wait_for_bars(page: Any, expected: list[tuple[str, str]]) -> None:
-    def same() -> bool:
+    def matches() -> bool:
         page.wait_for_timeout(30)
-        return bars(page) == expected
+        return read_bars(page) == expected
 
-    from serving import until
+    from serving import wait_until
 
     try:
-        until(same)
+        wait_until(matches)
     except AssertionError:
-        assert bars(page) == expected
+        assert read_bars(page) == expected
 
 
-def patch(page: Any, row: int, column: int, pane: int = 0, grid: tuple[int, int] = (8, 8)) -> tuple[float, float]:
-    """Where on the screen a patch's middle is."""
-    box = page.locator(".glass canvas").nth(pane).bounding_box()
+def patch_center(
+    page: Any, row: int, column: int, pane: int = 0, grid: tuple[int, int] = (8, 8)
+) -> tuple[float, float]:
+    """Screen coordinates of the center of a patch."""
+    box = page.locator(".patch-grid canvas").nth(pane).bounding_box()
     return box["x"] + box["width"] * (column + 0.5) / grid[1], box["y"] + box["height"] * (row + 0.5) / grid[0]
 
 
-def lights(page: Any, pane: int = 0) -> list[float]:
-    """How bright the middle of each patch is on the canvas."""
+def patch_brightness(page: Any, pane: int = 0) -> list[float]:
+    """Brightness of the center of each patch on the canvas."""
     script = """(pane) => {
-        const shown = document.querySelectorAll('.glass canvas')[pane], canvas = document.createElement('canvas');
+        const shown = document.querySelectorAll('.patch-grid canvas')[pane], canvas = document.createElement('canvas');
         const context = Object.assign(canvas, { width: 80, height: 80 }).getContext('2d', { willReadFrequently: true });
         context.drawImage(shown, 0, 0, 80, 80);
         return Array.from({ length: 64 }, (_, i) => {
@@ -89,47 +91,49 @@ def lights(page: Any, pane: int = 0) -> list[float]:
             return data.reduce((sum, value, j) => sum + (j % 4 < 3 ? value : 0), 0) / 48;
         });
     }"""
-    found: list[float] = page.evaluate(script, pane)
-    return found
+    brightness: list[float] = page.evaluate(script, pane)
+    return brightness
 
 
-def drop(page: Any, data: bytes, name: str = "mine.png", onto: str = "#panes", how: str = "drop") -> None:
-    script = """([text, name, onto, how]) => {
-        const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0)), carried = new DataTransfer();
-        carried.items.add(new File([bytes], name, { type: name.endsWith('.txt') ? 'text/plain' : 'image/png' }));
-        const kind = how === 'paste' ? ClipboardEvent : DragEvent;
-        const held = how === 'paste' ? { clipboardData: carried } : { dataTransfer: carried };
-        const one = new kind(how, { ...held, bubbles: true, cancelable: true });
-        document.querySelector(onto).dispatchEvent(one);
+def drop_file(
+    page: Any, data: bytes, name: str = "mine.png", selector: str = "#panes", event_type: str = "drop"
+) -> None:
+    script = """([text, name, selector, type]) => {
+        const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0)), dataTransfer = new DataTransfer();
+        dataTransfer.items.add(new File([bytes], name, { type: name.endsWith('.txt') ? 'text/plain' : 'image/png' }));
+        const EventClass = type === 'paste' ? ClipboardEvent : DragEvent;
+        const data = type === 'paste' ? { clipboardData: dataTransfer } : { dataTransfer };
+        const event = new EventClass(type, { ...data, bubbles: true, cancelable: true });
+        document.querySelector(selector).dispatchEvent(event);
     }"""
-    page.evaluate(script, [base64.b64encode(data).decode(), name, onto, how])
+    page.evaluate(script, [base64.b64encode(data).decode(), name, selector, event_type])
 
 
-def drawing(seed: int = 0) -> bytes:
-    """An image nobody has seen: colored noise in large pieces."""
+def random_image(seed: int = 0) -> bytes:
+    """A PNG of smooth colored noise."""
     noise = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(noise).resize((64, 64), Image.Resampling.BICUBIC).save(out, "PNG")
-    return out.getvalue()
+    buffer = io.BytesIO()
+    Image.fromarray(noise).resize((64, 64), Image.Resampling.BICUBIC).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
-def settled(page: Any, read: Callable[[], Any]) -> Any:
-    """What is read, once it stays the same."""
-    before, now = None, read()
-    while now != before:
+def wait_until_stable(page: Any, read: Callable[[], Any]) -> Any:
+    """The value of `read` once it no longer changes."""
+    previous, value = None, read()
+    while value != previous:
         page.wait_for_timeout(350)
-        before, now = now, read()
-    return now
+        previous, value = value, read()
+    return value
 
 
-def query(page: Any) -> dict[str, str]:
-    """The words behind the #, once they have settled."""
-    settled(page, lambda: page.evaluate("location.hash"))
+def link_parameters(page: Any) -> dict[str, str]:
+    """The parameters of the URL fragment, once it no longer changes."""
+    wait_until_stable(page, lambda: page.evaluate("location.hash"))
     return dict(part.split("=", 1) for part in page.evaluate("location.hash").lstrip("#").split("&"))
 
 
-def press(page: Any, x: float, y: float, milliseconds: int) -> None:
-    """A finger that rests."""
+def long_press(page: Any, x: float, y: float, milliseconds: int) -> None:
+    """Touch a point for some time."""
     session = page.context.new_cdp_session(page)
     session.send("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [{"x": x, "y": y}]})
     page.wait_for_timeout(milliseconds)

@@ -1,4 +1,4 @@
-"""Comparing networks: weights that hide nothing, and errors as one number."""
+"""Random weights for comparing networks, and the relative error of two tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def randomized(net: nn.Module, seed: int = 0) -> nn.Module:
-    """Every parameter drawn anew, norms, biases, tokens and scales included, in evaluation mode.
+    """Fill every parameter with random values, also norms, biases and tokens, and set evaluation mode.
 
-    Fresh networks have zeros and ones in places where a wrong name or order would go unseen.
-    Matrices keep the size of their outputs; vectors that scale stay around one.
+    A new network has parameters of zeros and ones, with which a wrong name or order would go undetected.
+    The outputs of matrices keep their scale; norm weights stay around one.
     """
     if any(p.is_meta for p in net.parameters()):
         net = net.to_empty(device="cpu")
@@ -29,6 +29,6 @@ def randomized(net: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
-    """|got - expected| / |expected|, over all elements."""
+    """Relative error over all elements: |got - expected| / |expected|."""
     assert got.shape == expected.shape, (got.shape, expected.shape)
     return float((got.detach().double() - expected.detach().double()).norm() / expected.detach().double().norm())

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from vitrail.export import compare, engine_cache, exporter
-from vitrail.export.export_metadata import ExportMetadata
-from vitrail.export.tracing import trace
+from vitrail.engines.export_metadata import ExportMetadata
+from vitrail.exporting import compare, engine_cache, exporter
+from vitrail.exporting.tracing import trace
 from vitrail.models import Net
 
 PROGRAMS: dict[object, torch.export.ExportedProgram] = {}

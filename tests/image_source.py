@@ -1,4 +1,4 @@
-"""A source of images for tests: whatever it is given, in order."""
+"""An in-memory source of images for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vitrail.data.sources.base import Sample
 
 
 class Images:
-    """Paths, bytes or arrays with a class number each; keys are `0`, `1`, ..."""
+    """A list of paths, bytes or arrays, each with a class index; keys are `0`, `1`, ..."""
 
     pixels = None
 
@@ -33,8 +33,8 @@ class Images:
 
     def __getitem__(self, index: int) -> Sample:
         target = self.targets[index]
-        chosen = tuple(np.flatnonzero(target).tolist()) if self.multi_label else int(target)
-        return Sample(self.key(index), self.images[index], chosen)
+        classes = tuple(np.flatnonzero(target).tolist()) if self.multi_label else int(target)
+        return Sample(self.key(index), self.images[index], classes)
 
     def key(self, index: int) -> str:
         return str(index)

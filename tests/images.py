@@ -1,4 +1,4 @@
-"""Images for tests, as files would hold them."""
+"""Encoded images for tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from PIL import Image
 
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    """An image as the bytes of a file of this kind."""
+    """Encode an image as a file of this format: `encoded(image, "PNG")`."""
     out = io.BytesIO()
     image.save(out, kind, **options)
     return out.getvalue()

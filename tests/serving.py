@@ -19,7 +19,7 @@ from images import encoded
 from small_models import gradient, model, small
 
 import vitrail
-from vitrail.export.engines import TorchEngine
+from vitrail.engines.engine import TorchEngine
 
 need_extra("serve")  # skips the tests that import this module
 httpx = import_peer("httpx")
@@ -57,28 +57,28 @@ def served(vit: vitrail.Model | None = None) -> ServedModel:
 
 @contextmanager
 def run_server(
-    what: ServedModel,
+    served_model: ServedModel,
     limits: Limits | None = None,
     batching: BatchingConfig = QUICK,
     token: str | None = None,
     hosts: tuple[str, ...] | None = None,
 ) -> Iterator[tuple[httpx.Client, Service]]:
     """Run a server in a thread; yields a client and its `Service`."""
-    app = create_app(what, limits, batching, token, hosts)
+    app = create_app(served_model, limits, batching, token, hosts)
     server = uvicorn.Server(uvicorn_config(app, port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        until(lambda: server.started or not thread.is_alive())
+        wait_until(lambda: server.started or not thread.is_alive())
         port = server.servers[0].sockets[0].getsockname()[1]
-        until(lambda: app.state.service.batcher.ready)
-        if isinstance(what.engine, BlockingEngine):
-            what.engine.batches.clear()
+        wait_until(lambda: app.state.service.batcher.ready)
+        if isinstance(served_model.engine, BlockingEngine):
+            served_model.engine.batches.clear()
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
             yield client, app.state.service
     finally:
-        if isinstance(what.engine, BlockingEngine):
-            what.engine.go.set()
+        if isinstance(served_model.engine, BlockingEngine):
+            served_model.engine.go.set()
         server.should_exit = True
         thread.join(20)
     assert not thread.is_alive()
@@ -98,21 +98,21 @@ class BusyServer:
         self.engine: BlockingEngine = service.served.engine  # type: ignore[assignment]
         self.engine.go.clear()
         self.first = self.send(0)
-        until(lambda: self.engine.batches == [1])
+        wait_until(lambda: self.engine.batches == [1])
 
     def send(self, number: int = 0, path: str = "predict", **headers: str) -> Future[httpx.Response]:
         return self.pool.submit(self.client.post, f"/v1/{path}", content=photo(number), headers=JPEG | headers)
 
-    def waiting(self, count: int) -> None:
+    def wait_until_queued(self, count: int) -> None:
         """Wait until `count` images are decoded and queued."""
-        until(lambda: len(self.service.batcher._image_queue) == count)
+        wait_until(lambda: len(self.service.batcher._image_queue) == count)
 
 
-def until(condition: Any, seconds: float = 20) -> None:
+def wait_until(condition: Any, seconds: float = 20) -> None:
     """Wait until the condition is true."""
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it never became true"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.005)
 
 
@@ -120,28 +120,28 @@ def photo(number: int = 0, kind: str = "JPEG") -> bytes:
     return encoded(gradient(50 + 3 * number, 40 + number), kind)
 
 
-def png_of(width: int, height: int, data: bytes = b"") -> bytes:
+def png_with_size(width: int, height: int, data: bytes = b"") -> bytes:
     """A PNG whose header states this size."""
     chunks = {
         b"IHDR": struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0),
         b"IDAT": zlib.compress(data),
         b"IEND": b"",
     }
-    out = b"\x89PNG\r\n\x1a\n"
+    png = b"\x89PNG\r\n\x1a\n"
     for name, content in chunks.items():
-        out += struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-    return out
+        png += struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+    return png
 
 
-def hostile() -> dict[str, bytes]:
+def malicious_files() -> dict[str, bytes]:
     """Files that are not valid images, by name."""
-    whole, other = photo(), photo(kind="PNG")
+    jpeg, png = photo(), photo(kind="PNG")
     random = np.random.default_rng(0)
-    many = io.BytesIO(photo())
-    bomb = png_of(60_000, 60_000, bytes(1000))
-    large_jpeg = bytearray(whole)
-    at = whole.index(b"\xff\xc0")
-    large_jpeg[at + 5 : at + 9] = struct.pack(">HH", 65_000, 65_000)
+    scans = io.BytesIO(photo())
+    bomb = png_with_size(60_000, 60_000, bytes(1000))
+    large_jpeg = bytearray(jpeg)
+    frame_header = jpeg.index(b"\xff\xc0")
+    large_jpeg[frame_header + 5 : frame_header + 9] = struct.pack(">HH", 65_000, 65_000)
     return {
         "random": random.bytes(3000),
         "text": b"hello, I am a text file",
@@ -150,13 +150,13 @@ def hostile() -> dict[str, bytes]:
         "address": b"http://127.0.0.1:1/cat.jpg",
         "path": b"/etc/passwd",
         "postscript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n",
-        "truncated": whole[: len(whole) // 2],
-        "truncated png": other[: len(other) // 2],
-        "only a header": whole[:20],
+        "truncated": jpeg[: len(jpeg) // 2],
+        "truncated png": png[: len(png) // 2],
+        "only a header": jpeg[:20],
         "zeros": bytes(3000),
         "bomb": bomb,
         "jpeg bomb": bytes(large_jpeg),
-        "empty scans": many.getvalue()[: whole.index(b"\xff\xda")] + b"\xff\xda\0\x02" * 500,
+        "empty scans": scans.getvalue()[: jpeg.index(b"\xff\xda")] + b"\xff\xda\0\x02" * 500,
         "tiff": b"II*\0\x08\0\0\0\0\0",
         "gif": b"GIF89a\x01",
         "heic": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(40),

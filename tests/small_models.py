@@ -1,4 +1,4 @@
-"""Small models with random weights, for tests of what happens around a network."""
+"""Small models with random weights, for tests of everything around the network."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ FORMATS = {
     "big_vision": "model.npz",
     "facebook": "model.pth",
 }
-"""Each format that can be written, and what its files are called."""
+"""Each writable format -> the file name used in tests."""
 
 
 def small(**changes: Any) -> ViTConfig:
-    """32 pixels, 16 patches, two blocks, with the conventions most formats can express."""
+    """A config of 32 x 32 pixels, 16 patches and two blocks that most formats can express."""
     values = {
         "image_size": 32,
         "patch_size": 8,
@@ -41,7 +41,7 @@ def small(**changes: Any) -> ViTConfig:
 
 
 def model(config: ViTConfig | BiTConfig, **info: Any) -> vitrail.Model:
-    """A Model of this config; keywords are fields of its info."""
+    """A Model with random weights; keywords are fields of its ModelInfo."""
     labels = LABELS if config.num_classes == len(LABELS) else None
     values = {"preprocess": PreprocessConfig(image_size=config.image_size), "labels": labels}
     return vitrail.Model(randomized(build(config)), ModelInfo(config=config, **values | info))

@@ -1,4 +1,4 @@
-"""Random settings for property tests: every option of a network with every other that it goes with."""
+"""Hypothesis strategies for configs: any valid combination of options."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def stems(draw: st.DrawFn) -> StemConfig:
 
 @st.composite
 def vit_configs(draw: st.DrawFn, positions: tuple[str, ...] = (), hybrids: bool = True) -> ViTConfig:
-    """Small networks; `positions` narrows the kinds of position."""
+    """Small ViT configs; `positions` restricts the kinds of position embedding."""
     kinds = positions or ("none", "learned-1d", "learned-2d", "relative", "sincos-2d", "rope-2d")
     heads, patch, stem = draw(SIDES), (draw(SIDES), draw(SIDES)), draw(stems()) if hybrids and draw(one_in(6)) else None
-    token = draw(st.booleans())
-    distilled = token and draw(one_in(5))
-    pools = ["token"] if distilled else ["gap", "map", "token", "token+gap", "coca"] if token else ["gap", "map"]
+    class_token = draw(st.booleans())
+    distilled = class_token and draw(one_in(5))
+    pools = ["token"] if distilled else ["gap", "map", "token", "token+gap", "coca"] if class_token else ["gap", "map"]
     pool, norms = draw(st.sampled_from(pools)), {"token+gap": ["before", "none"], "coca": ["before"]}
     position = draw(st.sampled_from(kinds))
-    inside = position in ("relative", "rope-2d")
+    inside_attention = position in ("relative", "rope-2d")
     stride = stem.stride if stem else 1
-    edge = 0 if stem or not draw(one_in(6)) else 2  # pixels that no patch covers, where it is large enough
+    edge = 0 if stem or not draw(one_in(6)) else 2  # pixels that no patch covers, if patches are large enough
     options: dict[str, Any] = {
         "image_size": tuple(side * stride * draw(SIDES) + edge % side for side in patch),
         "uncovered": "ignore" if edge else "refuse",
@@ -50,12 +50,12 @@ def vit_configs(draw: st.DrawFn, positions: tuple[str, ...] = (), hybrids: bool 
         "depth": draw(st.integers(1, 2)),
         "num_heads": heads,
         "mlp_dim": draw(st.sampled_from([8, 20])),
-        "class_token": token,
+        "class_token": class_token,
         "distilled": distilled,
         "num_registers": draw(st.sampled_from([0, 0, 1, 3])),
         "position": position,
         "position_at": draw(
-            st.sampled_from([None, "layers", "shared"] if inside else [None, "stem", "layers", "shared"])
+            st.sampled_from([None, "layers", "shared"] if inside_attention else [None, "stem", "layers", "shared"])
         ),
         "position_on_class": draw(st.booleans()),
         "position_init_std": draw(st.sampled_from([0.02, 0.1])),
@@ -86,12 +86,12 @@ def vit_configs(draw: st.DrawFn, positions: tuple[str, ...] = (), hybrids: bool 
 
 
 @st.composite
-def near(draw: st.DrawFn, bases: Sequence[ViTConfig], most: int = 3) -> ViTConfig:
-    """One of some networks with a few of its options changed at random."""
-    base, other = draw(st.sampled_from(bases)), draw(vit_configs())
-    names = draw(st.sets(st.sampled_from(sorted(set(base.to_dict()) - {"width", "num_heads"})), max_size=most))
+def variants_of(draw: st.DrawFn, bases: Sequence[ViTConfig], max_changes: int = 3) -> ViTConfig:
+    """One of `bases` with up to `max_changes` of its options replaced at random."""
+    base, donor = draw(st.sampled_from(bases)), draw(vit_configs())
+    names = draw(st.sets(st.sampled_from(sorted(set(base.to_dict()) - {"width", "num_heads"})), max_size=max_changes))
     try:
-        return base.replace(**{name: getattr(other, name) for name in names})
+        return base.replace(**{name: getattr(donor, name) for name in names})
     except ConfigError:
         reject()
 
@@ -126,5 +126,5 @@ def preprocess_configs(draw: st.DrawFn, channels: int) -> PreprocessConfig:
 
 
 def one_in(count: int) -> st.SearchStrategy[bool]:
-    """True now and then."""
+    """True in about one of `count` examples."""
     return st.integers(1, count).map(lambda n: n == count)

@@ -1,4 +1,4 @@
-"""What a Model does, fresh networks, and what importing costs."""
+"""The public API: methods of Model, new networks, and imports."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ def photograph() -> Image.Image:
     return gradient()
 
 
-# What a model does
+# Methods of Model
 
 
-def forms(photograph: Image.Image, tmp_path: Path) -> list[object]:
-    """The same image in every form that is taken."""
+def image_inputs(photograph: Image.Image, tmp_path: Path) -> list[object]:
+    """The same image as every accepted type."""
     path = tmp_path / "photograph.png"
     photograph.save(path)
     array = np.array(photograph)
     return [path, str(path), path.read_bytes(), photograph, array, torch.from_numpy(array).permute(2, 0, 1)]
 
 
-def test_an_image_may_come_in_any_form(vit, photograph, tmp_path):
-    given = forms(photograph, tmp_path)
+def test_predict_accepts_every_type_of_image(vit, photograph, tmp_path):
+    inputs = image_inputs(photograph, tmp_path)
     expected = vit.predict(photograph)
     assert [p.index for p in expected] == vit.logits(photograph)[0].argsort(descending=True).tolist()
     assert [p.label for p in expected] == [LABELS[p.index] for p in expected]
     assert sum(p.score for p in expected) == pytest.approx(1)
-    for image in given:
+    for image in inputs:
         assert vit.predict(image) == expected
-    for several in (given, tuple(given), iter(given)):
-        answers = vit.predict(several, batch_size=4)
-        assert [[p.index for p in one] for one in answers] == [[p.index for p in expected]] * 6
+    for batch in (inputs, tuple(inputs), iter(inputs)):
+        results = vit.predict(batch, batch_size=4)
+        assert [[p.index for p in result] for result in results] == [[p.index for p in expected]] * 6
 
 
-def test_nothing_gives_nothing(vit):
+def test_empty_input_gives_empty_output(vit):
     assert vit.predict([]) == []
     assert vit.logits([]).shape == (0, 5)
     assert vit.embed([]).shape == (0, 128)
@@ -69,7 +69,7 @@ def test_nothing_gives_nothing(vit):
     )
 
 
-def test_top_and_batch(vit, photograph):
+def test_top_and_batch_size(vit, photograph):
     assert len(vit.predict(photograph, top=2)) == 2
     assert len(vit.predict(photograph, top=50)) == 5
     assert torch.equal(vit.logits([photograph] * 3, batch_size=2)[2], vit.logits(photograph)[0])
@@ -79,7 +79,7 @@ def test_top_and_batch(vit, photograph):
         vit.predict([photograph], batch_size=0)
 
 
-def test_a_bad_image_in_a_list_is_named(vit, photograph, tmp_path):
+def test_bad_image_in_a_list_is_named(vit, photograph, tmp_path):
     (tmp_path / "bad.jpg").write_bytes(b"not an image")
     with pytest.raises(ImageError, match=r"bad\.jpg is not an image"):
         vit.predict([photograph, tmp_path / "bad.jpg"])
@@ -87,13 +87,13 @@ def test_a_bad_image_in_a_list_is_named(vit, photograph, tmp_path):
         vit.predict("missing.jpg")
 
 
-def test_a_stream_goes_on_after_a_bad_image(vit, photograph):
+def test_stream_continues_after_a_bad_image(vit, photograph):
     first, second, third = vit.stream([photograph, b"nonsense", photograph], batch_size=2)
     assert isinstance(second, VitrailError)
     torch.testing.assert_close(first, third)
 
 
-def test_a_stream_takes_no_more_than_two_batches_ahead(vit, photograph):
+def test_stream_reads_at_most_two_batches_ahead(vit, photograph):
     taken = []
 
     def endless():
@@ -107,7 +107,7 @@ def test_a_stream_takes_no_more_than_two_batches_ahead(vit, photograph):
     stream.close()
 
 
-def test_a_classifier_embeds_before_its_head(vit, photograph):
+def test_embedding_of_a_classifier_is_the_input_of_its_head(vit, photograph):
     features = vit.embed([photograph, photograph])
     assert features.shape == (2, 128)
     logits = vit.net.head(features)
@@ -115,80 +115,80 @@ def test_a_classifier_embeds_before_its_head(vit, photograph):
     logits.sum().backward()  # features are ordinary tensors: a probe can be trained on them
 
 
-def test_clip_embeds_in_the_space_its_texts_share(photograph):
+def test_embedding_of_clip_is_its_projected_output(photograph):
     clip = model(small(head_bias=False, pre_norm=True, patch_bias=False, num_classes=16), task="embed", family="CLIP")
     assert clip.embed(photograph).shape == (1, 16)
     with torch.no_grad():
         assert torch.equal(clip.embed(photograph), clip.net(clip.preprocess(photograph)))
 
 
-def test_a_network_without_a_head_embeds(photograph):
+def test_network_without_a_head_embeds(photograph):
     bare = model(small(num_classes=0), task="embed")
     assert bare.embed([photograph] * 2).shape == (2, 128)
     assert repr(bare).endswith("features>")
 
 
 @pytest.mark.parametrize("classes", [0, 16])
-def test_without_classes_predict_says_so_in_a_sentence(photograph, classes):
+def test_predict_without_classes_is_a_one_sentence_error(photograph, classes):
     features = model(small(num_classes=classes), task="embed", origin="facebook/dino-vits16")
-    for call in (features.predict, features.logits):
+    for method in (features.predict, features.logits):
         with pytest.raises(ModelError, match=r"^facebook/dino-vits16 has no classes: it outputs features\. Use embed"):
-            call(photograph)
+            method(photograph)
 
 
-def test_clip_with_as_many_classes_as_its_space_is_wide_is_a_classifier(tmp_path, photograph):
+def test_clip_with_as_many_classes_as_embedding_dimensions_is_a_classifier(tmp_path, photograph):
     model(small(head_bias=False, num_classes=5), task="embed", labels=None).save(tmp_path / "clip")
-    new = vitrail.load(tmp_path / "clip", num_classes=5)
-    assert new.info.task == "classify"
-    assert len(new.predict(photograph)) == 5
+    classifier = vitrail.load(tmp_path / "clip", num_classes=5)
+    assert classifier.info.task == "classify"
+    assert len(classifier.predict(photograph)) == 5
 
 
-def test_saved_and_loaded_again_nothing_differs(folder, tmp_path, photograph):
+def test_saved_model_loads_unchanged(folder, tmp_path, photograph):
     changed = vitrail.load(folder, channels=1, image_size=64)
     changed.save(tmp_path / "again")
-    again = vitrail.load(tmp_path / "again")
-    assert again.info.to_dict() == changed.info.to_dict()
-    assert torch.equal(again.logits(photograph), changed.logits(photograph))
+    loaded = vitrail.load(tmp_path / "again")
+    assert loaded.info.to_dict() == changed.info.to_dict()
+    assert torch.equal(loaded.logits(photograph), changed.logits(photograph))
     with pytest.raises(CheckpointError, match="exists already"):
         changed.save(tmp_path / "again")
 
 
-def test_each_of_several_labels_has_a_probability_of_its_own(vit, tmp_path, photograph):
+def test_multi_label_scores_are_independent_probabilities(vit, tmp_path, photograph):
     vitrail.Model(vit.net, vit.info.replace(multi_label=True)).save(tmp_path / "tags")
     tags = vitrail.load(tmp_path / "tags")
-    answers, expected = tags.predict(photograph, top=5), tags.logits(photograph)[0].sigmoid()
-    assert [a.score for a in answers] == sorted(expected.tolist(), reverse=True)
+    predictions, expected = tags.predict(photograph, top=5), tags.logits(photograph)[0].double().sigmoid()
+    assert [a.score for a in predictions] == sorted(expected.tolist(), reverse=True)
     assert not vitrail.load(tmp_path / "tags", num_classes=3).info.multi_label
 
 
-def test_what_is_saved_is_the_network_as_it_is_now(vit, tmp_path):
+def test_save_writes_the_current_network(vit, tmp_path):
     net = vit.net.resized(64)
     vitrail.Model(net, vit.info.replace(config=net.config)).save(tmp_path / "m")
     assert vitrail.load(tmp_path / "m").config.image_size == (64, 64)
 
 
-def test_a_model_tells_what_it_is(folder, vit):
+def test_repr_label_device_and_dtype_of_a_model(folder, vit):
     assert repr(vitrail.load(folder, image_size=(32, 64))) == "<vitrail.Model ViT: 0.3 M parameters, 32x64, 5 classes>"
     assert vit.label(1) == "dog"
     assert model(small(), labels=None).label(1) == "class 1"
     assert (vit.device, vit.dtype) == (torch.device("cpu"), torch.float32)
 
 
-# Fresh networks
+# New networks
 
 
-def test_create_builds_what_was_asked_for():
+def test_create_applies_the_name_and_the_options():
     net = vitrail.create("ViT-B/16", num_classes=10, image_size=384)
     assert isinstance(net, vitrail.ViT)
     assert (net.config.num_classes, net.config.image_size, net.config.width) == (10, (384, 384), 768)
     assert net.head.out_features == 10
 
 
-def test_the_same_seed_gives_the_same_weights():
-    one, two, other = (vitrail.create("ViT-Ti/16", image_size=32, depth=1, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(one.patch.weight, two.patch.weight)
-    assert not torch.equal(one.patch.weight, other.patch.weight)
-    assert one.head.weight.eq(0).all()
+def test_same_seed_gives_the_same_weights():
+    first, second, third = (vitrail.create("ViT-Ti/16", image_size=32, depth=1, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first.patch.weight, second.patch.weight)
+    assert not torch.equal(first.patch.weight, third.patch.weight)
+    assert first.head.weight.eq(0).all()
 
 
 @pytest.mark.parametrize(
@@ -203,12 +203,12 @@ def test_the_same_seed_gives_the_same_weights():
         ("vit_b_16", "ViT-B/16"),
     ],
 )
-def test_other_libraries_names_are_understood(theirs, ours):
-    one, two = (vitrail.create(name, depth=1, mlp_dim=8, image_size=112, device="meta") for name in (theirs, ours))
-    assert one.config == two.config
+def test_names_of_other_libraries_are_recognized(theirs, ours):
+    first, second = (vitrail.create(name, depth=1, mlp_dim=8, image_size=112, device="meta") for name in (theirs, ours))
+    assert first.config == second.config
 
 
-def test_a_fresh_model_has_its_familys_preprocessing(photograph):
+def test_new_model_has_the_preprocessing_of_its_family(photograph):
     deit = vitrail.create_model("DeiT-Ti/16", depth=1, image_size=32, num_classes=3)
     assert deit.info.preprocess.mean == (0.485, 0.456, 0.406)
     assert len(deit.predict(photograph)) == 3
@@ -218,22 +218,22 @@ def test_a_fresh_model_has_its_familys_preprocessing(photograph):
         vitrail.create_model("DeiT-S16")
 
 
-# What it costs to import
+# Imports
 
 
-def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout
+def run_python(code: str) -> str:
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return completed.stdout
 
 
-def test_help_does_not_depend_on_what_was_imported_before():
+def test_help_does_not_depend_on_earlier_imports():
     code = """if True:
         import pydoc, vitrail
         names = [name for name in vitrail.__all__ if not name.startswith("_")]
         def helped():
             return {name: pydoc.plain(pydoc.render_doc(getattr(vitrail, name))) for name in names}
         before = helped()
-        import vitrail.evaluate.scores, vitrail.export.exporter, vitrail.train.loop, vitrail.models, vitrail.config
+        import vitrail.evaluation.scores, vitrail.exporting.exporter, vitrail.training.loop, vitrail.models
         after = helped()
         assert before["evaluate"].startswith("Python Library Documentation: function evaluate"), before["evaluate"][:99]
         print([name for name in names if before[name] != after[name]])
@@ -242,22 +242,22 @@ def test_help_does_not_depend_on_what_was_imported_before():
 
 
 @pytest.mark.parametrize("module", ["vitrail", "vitrail.cli", "vitrail.config", "vitrail.runtime"])
-def test_importing_the_package_costs_no_torch(module):
+def test_importing_the_package_does_not_import_torch(module):
     code = f"import sys, {module}; print([m for m in ('torch', 'numpy', 'PIL', 'huggingface_hub') if m in sys.modules])"
-    assert python(code) == "[]\n"
+    assert run_python(code) == "[]\n"
 
 
-def test_loading_and_predicting_imports_nothing_else_that_is_heavy(folder, photograph, tmp_path):
+def test_loading_and_predicting_import_no_other_heavy_packages(folder, photograph, tmp_path):
     photograph.save(tmp_path / "p.png")
     heavy = "pyarrow sklearn matplotlib scipy pandas huggingface_hub timm transformers torchvision torch._dynamo"
     code = (
         f"import sys, vitrail; vitrail.load({str(folder)!r}).predict({str(tmp_path / 'p.png')!r});"
         f"print([m for m in {heavy.split()} if m in sys.modules])"
     )
-    assert python(code) == "[]\n"
+    assert run_python(code) == "[]\n"
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_exists():
     assert set(dir(vitrail)) == set(vitrail.__all__)
     for name in vitrail.__all__:
         assert getattr(vitrail, name) is not None
@@ -266,18 +266,18 @@ def test_every_public_name_is_there():
         vitrail.laod  # noqa: B018
 
 
-def test_bytes_of_any_format_are_images(vit, photograph):
+def test_encoded_bytes_of_any_format_are_images(vit, photograph):
     for kind in ("JPEG", "WEBP", "TIFF", "BMP", "GIF"):
         stream = io.BytesIO()
         photograph.save(stream, kind)
         assert len(vit.predict(stream.getvalue())) == 5
 
 
-def test_a_model_changes_its_precision_and_knows_its_classes(photograph: Image.Image) -> None:
+def test_to_converts_the_dtype_and_unknown_label_is_an_error(photograph: Image.Image) -> None:
     vit = model(small())
     expected = vit.logits(photograph)
-    for same in (vit.to(torch.float64), vit.to(dtype="float64"), vit.to("cpu", "float64")):
-        assert same.dtype == torch.float64
-        torch.testing.assert_close(same.logits(photograph).float(), expected, rtol=1e-4, atol=1e-5)
+    for converted in (vit.to(torch.float64), vit.to(dtype="float64"), vit.to("cpu", "float64")):
+        assert converted.dtype == torch.float64
+        torch.testing.assert_close(converted.logits(photograph).float(), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ModelError, match="there is no class 5000: this model has"):
         vit.label(5000)

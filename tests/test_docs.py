@@ -1,4 +1,4 @@
-"""Every Python snippet of the README and the docs is run, in order, page by page."""
+"""README and docs: every Python snippet runs, in order, page by page; links and named files exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compare import randomized
 from conftest import ROOT, import_peer, need_extra
 from PIL import Image
 
-from vitrail.export import compare as comparison
+from vitrail.exporting import compare as comparison
 from vitrail.models import build
 from vitrail.models.model_names import config_from_name
 from vitrail.weights import checkpoint, hub
@@ -33,7 +33,7 @@ PAGES = [
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository of the size of the one the pages speak of, with random weights."""
+    """A hub repository with the architecture of the pages' example and random weights."""
     config = config_from_name("ViT-Ti/16", activation="gelu", resample="timm")
     folder = tmp_path_factory.mktemp("hub") / "repository"
     info = ModelInfo(
@@ -54,7 +54,7 @@ def test_snippets_run(page: str, repository: Path, tmp_path: Path, monkeypatch: 
         for peer in ("timm", "torchvision", "transformers", "accelerate"):
             import_peer(peer)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(comparison, "SECONDS", 0.01)  # how fast a file is does not matter here
+    monkeypatch.setattr(comparison, "SECONDS", 0.01)  # shortens the speed comparison
     monkeypatch.setattr(hub, "fetch", lambda name, *a, **k: repository)
     for name in ("cat.jpg", "dog.jpg"):
         Image.fromarray(np.random.randint(0, 255, (200, 300, 3), dtype=np.uint8)).save(name)
@@ -69,7 +69,7 @@ def test_snippets_run(page: str, repository: Path, tmp_path: Path, monkeypatch: 
 
 
 def check_comment(line: str, names: dict[str, object]) -> None:
-    """`expression   # value`: where the comment is a value, the expression must have it."""
+    """If a line is `expression  # literal`, check that the expression equals the literal."""
     code, _, comment = line.partition("  # ")
     comment = comment.strip().partition(": ")[0]
     if "=" in code or not re.fullmatch(r"torch\.Size\(.*\)|\(.*\)|'.*'", comment):
@@ -81,7 +81,7 @@ PROSE = [*PAGES, "CONTRIBUTING.md", "docs/benchmarks.md", "docs/reproducibility.
 
 
 @pytest.mark.parametrize("page", PROSE)
-def test_links_lead_somewhere(page: str) -> None:
+def test_relative_links_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", text)
     for target in targets:

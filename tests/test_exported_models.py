@@ -16,10 +16,10 @@ from PIL import Image
 from small_models import LABELS, gradient, model, small
 
 import vitrail
-from vitrail.api.embedding import embed
-from vitrail.api.exporting import export, with_engine
 from vitrail.errors import ConfigError, FormatError, ModelError
-from vitrail.evaluate.features import FeatureSpec
+from vitrail.evaluation.embedding import embed
+from vitrail.evaluation.features import FeatureSpec
+from vitrail.exporting.export_model import export, with_engine
 
 need_extra("export")
 

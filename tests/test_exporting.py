@@ -13,9 +13,9 @@ from exports import export_quickly
 from small_models import gradient, model, small
 
 import vitrail
-from vitrail.api.exporting import export, with_engine
+from vitrail.engines.engine import open_file
 from vitrail.errors import ConfigError, ModelError
-from vitrail.export.engines import open_file
+from vitrail.exporting.export_model import export, with_engine
 from vitrail.models import build
 from vitrail.models.model_names import config_from_name
 

@@ -19,18 +19,27 @@ PACKAGE_ORDER = (
     "config",
     "recipes",
     "runtime",
+    "storage",
     "rng",
     "data",
     "kernels",
     "models",
     "weights",
-    "objectives",
-    "evaluate",
-    "train",
+    "predictions",
+    "inference",
+    "engines",
     "explain",
-    "export",
+    "model",
+    "engine_model",
+    "open_model",
+    "objectives",
+    "evaluation",
+    "exporting",
+    "runs",
     "report",
-    "api",
+    "training",
+    "vtab",
+    "figures",
     "vitrail",
     "serve",
     "bench",
@@ -47,7 +56,7 @@ SHARED_FILE_NAMES = {
     "figures.py": {"cli", "explain"},
     "finetune.py": {"cli", "recipes"},
     "train.py": {"cli", "config"},
-    "vtab.py": {"api", "cli"},
+    "vtab.py": {".", "cli"},
 }
 """File names that occur more than once, and in which packages; every other file name is unique."""
 
@@ -68,10 +77,18 @@ def package_of_file(path: Path, package: Path) -> str:
     return "vitrail" if first == "__init__" else first
 
 
-def package_imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every import from the package in a file, also inside functions."""
+def package_imports(path: Path, package: Path, *, for_types: bool = True) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import from the package in a file, also inside functions.
+
+    for_types: include those under `if TYPE_CHECKING`, which are never executed.
+    """
     here = [package.name, *path.relative_to(package).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    skipped = set() if for_types else {inner for guard in guards for inner in ast.walk(guard)}
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -108,6 +125,31 @@ def import_violations(package: Path) -> list[str]:
     return violations
 
 
+def import_cycles(package: Path) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others, also inside functions."""
+    names = {
+        path: ".".join([package.name, *path.relative_to(package).with_suffix("").parts]) for path in modules(package)
+    }
+    names = {path: name.removesuffix(".__init__") for path, name in names.items()}
+    known = set(names.values())
+    imports = {
+        name: {d if d in known else d.rpartition(".")[0] for _, d in package_imports(path, package, for_types=False)}
+        & known
+        for path, name in names.items()
+    }
+    reachable = {name: set(targets) for name, targets in imports.items()}
+    for middle in reachable:  # Warshall's transitive closure
+        for targets in reachable.values():
+            if middle in targets:
+                targets |= reachable[middle]
+    groups = {
+        frozenset(other for other in targets if name in reachable[other])
+        for name, targets in reachable.items()
+        if name in targets
+    }
+    return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
 def long_files(*folders: Path) -> list[str]:
     counts = {path: len(path.read_text(encoding="utf-8").splitlines()) for f in folders for path in modules(f)}
     return [f"{path}: {count} lines" for path, count in counts.items() if count > MAX_LINES]
@@ -132,6 +174,10 @@ def shared_file_names(package: Path) -> dict[str, set[str]]:
 
 def test_imports_follow_the_package_order():
     assert import_violations(PACKAGE) == []
+
+
+def test_no_modules_import_each_other():
+    assert import_cycles(PACKAGE) == []
 
 
 def test_files_are_short():
@@ -168,18 +214,18 @@ def package(tmp_path: Path) -> Path:
         ("models/vit.py", "import vitrail"),
         ("models/vit.py", "from vitrail import load"),
         ("models/vit.py", "from vitrail import config, api"),
-        ("models/vit.py", "from .. import train"),
-        ("models/vit.py", "from ..train.loop import fit"),
-        ("models/__init__.py", "from ..train import fit"),
-        ("models/vit.py", "def late():\n    from vitrail.train import fit"),
-        ("models/vit.py", "if TYPE_CHECKING:\n    from vitrail.train import fit"),
-        ("models/vit.py", "importlib.import_module('vitrail.train')"),
+        ("models/vit.py", "from .. import training"),
+        ("models/vit.py", "from ..training.loop import fit"),
+        ("models/__init__.py", "from ..training import fit"),
+        ("models/vit.py", "def late():\n    from vitrail.training import fit"),
+        ("models/vit.py", "if TYPE_CHECKING:\n    from vitrail.training import fit"),
+        ("models/vit.py", "importlib.import_module('vitrail.training')"),
         ("errors.py", "from vitrail.config import Config"),
         ("config/base.py", "from vitrail.recipes import digits"),
         ("recipes/digits.py", "from vitrail.errors import ConfigError"),
         ("recipes/digits.py", "from vitrail.models import ViT"),
         ("__init__.py", "from vitrail.cli import main"),
-        ("api.py", "from vitrail import __version__"),
+        ("model.py", "from vitrail import __version__"),
         ("bench/run.py", "from vitrail.cli import main"),
         ("helpers.py", "import os"),
         ("helpers/more.py", "import os"),
@@ -205,8 +251,8 @@ def test_an_import_against_the_order_is_reported(package: Path, file: str, line:
         ("models/vit.py", "importlib.import_module(name)"),
         ("config/base.py", "from vitrail.errors import ConfigError"),
         ("recipes/digits.py", "from vitrail.config import ViTConfig"),
-        ("train/loop.py", "from vitrail.recipes import digits"),
-        ("__init__.py", "from vitrail.api import load"),
+        ("training/loop.py", "from vitrail.recipes import digits"),
+        ("__init__.py", "from vitrail.open_model import load"),
         ("cli/__init__.py", "from vitrail import __version__"),
         ("__main__.py", "from vitrail.cli import main"),
     ],
@@ -216,6 +262,22 @@ def test_an_import_in_order_is_allowed(package: Path, file: str, line: str):
     path.parent.mkdir(parents=True)
     path.write_text(line)
     assert import_violations(package) == []
+
+
+def test_modules_that_import_each_other_are_reported(package: Path):
+    files = {
+        "errors.py": "",
+        "models/__init__.py": "from vitrail.models import vit, layers",
+        "models/vit.py": "from vitrail.models.layers import Block\nfrom vitrail import errors",
+        "models/layers.py": "def late():\n    from vitrail.models.position import resample",
+        "models/position.py": "import vitrail.models.vit",
+    }
+    for file, text in files.items():
+        (package / file).parent.mkdir(parents=True, exist_ok=True)
+        (package / file).write_text(text)
+    assert import_cycles(package) == [["vitrail.models.layers", "vitrail.models.position", "vitrail.models.vit"]]
+    (package / "models" / "position.py").write_text("from vitrail import errors")
+    assert import_cycles(package) == []
 
 
 def test_a_long_file_is_reported(package: Path):

@@ -1,4 +1,4 @@
-"""A Model's network and info describe one model, whenever either of them is set."""
+"""A Model's network and info must agree, also when either of them is assigned later."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def vit() -> vitrail.Model:
     return model(small())
 
 
-def test_a_network_with_other_classes_than_its_card_is_refused(vit: vitrail.Model) -> None:
-    """Its first class would be called what the model info's first class is called."""
-    with pytest.raises(ModelError) as caught:
+def test_network_with_other_classes_than_its_info_is_refused(vit: vitrail.Model) -> None:
+    """Otherwise the network's outputs would get the class names of the model info."""
+    with pytest.raises(ModelError) as error:
         vitrail.Model(vit.net.with_classes(10), vit.info)
-    assert str(caught.value) == (
+    assert str(error.value) == (
         "the network has num_classes=10, but the model info has num_classes=5: it describes another network. "
         "Load the checkpoint with these settings, or pass info.replace(config=net.config, labels=None)."
     )
@@ -40,7 +40,7 @@ def test_a_network_with_other_classes_than_its_card_is_refused(vit: vitrail.Mode
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "setting"),
     [
         ({"num_classes": 3}, "num_classes=3"),
         ({"channels": 1}, "channels=1"),
@@ -54,41 +54,41 @@ def test_a_network_with_other_classes_than_its_card_is_refused(vit: vitrail.Mode
         ({"num_classes": 0}, "num_classes=0"),
     ],
 )
-def test_any_other_difference_that_matters_is_refused(vit: vitrail.Model, changes: dict, said: str) -> None:
-    with pytest.raises(ModelError, match=f"the network has {said}, but the model info has"):
+def test_differences_that_change_the_outputs_are_refused(vit: vitrail.Model, changes: dict, setting: str) -> None:
+    with pytest.raises(ModelError, match=f"the network has {setting}, but the model info has"):
         vitrail.Model(build(small(**changes)), vit.info)
 
 
-def test_a_bit_is_no_vit(vit: vitrail.Model) -> None:
+def test_bit_with_the_info_of_a_vit_is_refused(vit: vitrail.Model) -> None:
     with pytest.raises(ModelError, match="the network has type=BiTConfig, but the model info has type=ViTConfig"):
         vitrail.Model(model(BIT).net, vit.info)
 
 
-def test_what_matters_only_in_training_may_differ() -> None:
+def test_settings_that_matter_only_in_training_may_differ() -> None:
     info = model(small(layer_scale=0.1)).info
-    other = small(dropout=0.1, attention_dropout=0.1, drop_path=0.2, position_init_std=1.0, layer_scale=1e-6)
-    assert len(vitrail.Model(model(other).net, info).predict(gradient())) == 5
+    training_config = small(dropout=0.1, attention_dropout=0.1, drop_path=0.2, position_init_std=1.0, layer_scale=1e-6)
+    assert len(vitrail.Model(model(training_config).net, info).predict(gradient())) == 5
 
 
-def test_a_preprocessing_of_other_channels_is_refused(vit: vitrail.Model) -> None:
+def test_preprocessing_for_other_channels_is_refused(vit: vitrail.Model) -> None:
     gray = PreprocessConfig(image_size=32, mean=(0.5,), std=(0.5,))
     with pytest.raises(ModelError, match=r"takes images with 3 channels, but its preprocessing gives 1; load it with"):
         vitrail.Model(vit.net, vit.info.replace(preprocess=gray))
 
 
-def test_a_network_and_a_card_set_later_must_fit_too(vit: vitrail.Model) -> None:
+def test_assigned_network_and_info_are_checked(vit: vitrail.Model) -> None:
     with pytest.raises(ModelError, match="the network has num_classes=10, but the model info has num_classes=5"):
         vit.net = vit.net.with_classes(10)
-    other = vit.info.replace(config=vit.config.replace(num_classes=3), labels=None)
+    other_info = vit.info.replace(config=vit.config.replace(num_classes=3), labels=None)
     with pytest.raises(ModelError, match="the network has num_classes=5, but the model info has num_classes=3"):
-        vit.info = other
+        vit.info = other_info
     assert len(vit.predict(gradient())) == 5
-    again = vit.net.rebuild(vit.config, {})
-    vit.net = again
-    assert vit.net is again
+    rebuilt = vit.net.rebuild(vit.config, {})
+    vit.net = rebuilt
+    assert vit.net is rebuilt
 
 
-def test_a_card_set_later_brings_its_preprocessing(vit: vitrail.Model) -> None:
+def test_assigning_info_updates_the_preprocessing(vit: vitrail.Model) -> None:
     before = vit.logits(gradient())
     vit.info = vit.info.replace(preprocess=vit.info.preprocess.replace(mean=(0.2, 0.3, 0.4)))
     assert vit.preprocess.config.mean == (0.2, 0.3, 0.4)
@@ -96,7 +96,7 @@ def test_a_card_set_later_brings_its_preprocessing(vit: vitrail.Model) -> None:
 
 
 @pytest.mark.parametrize("config", [small(), BIT], ids=["ViT", "BiT"])
-def test_a_head_replaced_by_hand_names_no_classes(config: object) -> None:
+def test_manually_replaced_head_is_refused_at_prediction(config: object) -> None:
     replaced = model(config)  # type: ignore[arg-type]
     replaced.net.head = nn.Linear(replaced.net.head.in_features, 10)
     for call in (replaced.predict, replaced.logits):
@@ -106,7 +106,7 @@ def test_a_head_replaced_by_hand_names_no_classes(config: object) -> None:
             call(gradient())
 
 
-def test_what_changes_both_at_once_fits(vit: vitrail.Model, tmp_path: Path) -> None:
+def test_load_and_adapt_model_change_network_and_info_together(vit: vitrail.Model, tmp_path: Path) -> None:
     vit.save(tmp_path / "m")
     for changed in (
         vitrail.load(tmp_path / "m", num_classes=10, image_size=64, channels=1),

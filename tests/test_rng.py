@@ -37,7 +37,7 @@ def looks_uniform(values: np.ndarray) -> bool:
 
 
 def look_independent(a: np.ndarray, b: np.ndarray) -> bool:
-    """By a chi-square test of the pairs on a grid of 16 x 16, which sees more than a correlation does."""
+    """By a chi-square test of the pairs on a grid of 16 x 16, which is more sensitive than a correlation."""
     counts, _, _ = np.histogram2d(a.ravel(), b.ravel(), bins=16, range=[[0, 1], [0, 1]])
     return stats.chisquare(counts.ravel()).pvalue > UNLIKELY
 
@@ -87,10 +87,10 @@ def test_numpy_and_torch_agree_to_the_bit(words: list[int], stream: int, count: 
     np.testing.assert_array_equal(
         rng.bits_np(array, stream, count), rng.bits(tensor, stream, count).numpy().view(np.uint64)
     )
-    for here, there in ((rng.uniform_np, rng.uniform), (rng.normal_np, rng.normal)):
-        ours, theirs = here(array, stream, count), there(tensor, stream, count)
-        assert theirs.dtype == torch.float32
-        np.testing.assert_array_equal(ours, theirs.numpy())
+    for numpy_function, torch_function in ((rng.uniform_np, rng.uniform), (rng.normal_np, rng.normal)):
+        from_numpy, from_torch = numpy_function(array, stream, count), torch_function(tensor, stream, count)
+        assert from_torch.dtype == torch.float32
+        np.testing.assert_array_equal(from_numpy, from_torch.numpy())
 
 
 @given(words, st.integers(0, 2**40), st.integers(0, 2**20))
@@ -133,7 +133,7 @@ def test_normal_draws_are_normal():
     assert stats.kstest(draws, "norm").pvalue > UNLIKELY
     assert abs(draws.var() - 1) < 0.02
     assert 4 < np.abs(draws).max() < 4.34
-    quarters = stats.norm.cdf(rng.normal_np(seeds(50_000), 1, 4))  # four of one word
+    quarters = stats.norm.cdf(rng.normal_np(seeds(50_000), 1, 4))  # four draws from one word
     for a, b in itertools.combinations(quarters.T, 2):
         assert look_independent(a, b)
 
@@ -161,15 +161,17 @@ def test_seeds_of_layers_are_independent():
 @pytest.mark.parametrize("bit", [0, 1, 20, 40])
 def test_one_bit_of_a_slot_flips_half_the_bits_of_its_seed(bit: int):
     slots = np.arange(10_000)
-    turned = rng.sample_seeds(0, 0, slots) ^ rng.sample_seeds(0, 0, slots ^ (1 << bit))
-    ones = np.unpackbits(turned.view(np.uint8)).reshape(-1, 64)
+    flipped_bits = rng.sample_seeds(0, 0, slots) ^ rng.sample_seeds(0, 0, slots ^ (1 << bit))
+    ones = np.unpackbits(flipped_bits.view(np.uint8)).reshape(-1, 64)
     assert abs(ones.sum(1).mean() - 32) < 0.2
     assert np.all(np.abs(ones.mean(0) - 0.5) < 0.03)
 
 
 def test_seeds_do_not_collide():
-    made = np.concatenate([rng.sample_seeds(seed, step, np.arange(4096)) for seed in range(8) for step in range(32)])
-    assert len(np.unique(made)) == len(made)
+    all_seeds = np.concatenate(
+        [rng.sample_seeds(seed, step, np.arange(4096)) for seed in range(8) for step in range(32)]
+    )
+    assert len(np.unique(all_seeds)) == len(all_seeds)
 
 
 # Permutations.
@@ -190,9 +192,9 @@ def test_permute_indices_is_a_bijection_for_large_sizes(size: int):
 @given(st.integers(1, 10**9), words, st.data())
 def test_permuted_index_does_not_depend_on_the_other_indices(size: int, seed: int, data: st.DataObject):
     indices = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=10))
-    together = rng.permute_indices(indices, size, seed)
-    assert together.tolist() == [int(rng.permute_indices([index], size, seed)[0]) for index in indices]
-    assert np.all((together >= 0) & (together < size))
+    permuted = rng.permute_indices(indices, size, seed)
+    assert permuted.tolist() == [int(rng.permute_indices([index], size, seed)[0]) for index in indices]
+    assert np.all((permuted >= 0) & (permuted < size))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
@@ -207,15 +209,15 @@ def test_permutations_of_small_sizes_are_equally_likely(size: int):
 
 @pytest.mark.parametrize("size", [900, 1_100, 5_000])
 def test_permuted_index_is_uniform(size: int):
-    goes = np.array([rng.permute_indices([0, 1], size, rng.derive_seed(2, i)) for i in range(4_000)]) / size
-    assert looks_uniform(goes[:, 0])
-    assert look_independent(goes[:, 0], goes[:, 1])
+    positions = np.array([rng.permute_indices([0, 1], size, rng.derive_seed(2, i)) for i in range(4_000)]) / size
+    assert looks_uniform(positions[:, 0])
+    assert look_independent(positions[:, 0], positions[:, 1])
 
 
 def test_permutation_is_uncorrelated_with_the_order():
-    goes = rng.permute_indices(np.arange(100_000), 100_000, 4) / 100_000
-    assert abs(stats.spearmanr(np.arange(100_000), goes).statistic) < 0.01
-    assert look_independent(goes[:-1], goes[1:])
+    positions = rng.permute_indices(np.arange(100_000), 100_000, 4) / 100_000
+    assert abs(stats.spearmanr(np.arange(100_000), positions).statistic) < 0.01
+    assert look_independent(positions[:-1], positions[1:])
 
 
 @pytest.mark.parametrize(("indices", "size"), [([5], 5), ([0], 0), ([3, 9], 8)])

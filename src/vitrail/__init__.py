@@ -3,52 +3,44 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitrail.api import (
-        Evaluation,
-        Model,
-        Prediction,
-        Run,
-        create,
-        create_model,
-        evaluate,
-        export,
-        finetune,
-        load,
-        train,
-    )
     from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, TrainConfig, ViTConfig
     from vitrail.errors import VitrailError
+    from vitrail.evaluation.evaluate import evaluate
+    from vitrail.evaluation.summary import Evaluation
+    from vitrail.exporting.export_model import export
+    from vitrail.model import Model
     from vitrail.models import BiT, Output, ViT
+    from vitrail.open_model import create, create_model, load
+    from vitrail.predictions import Prediction
+    from vitrail.training.runs import Run, finetune, train
 
     __version__: str
 
-# The module of each public name. They are imported on first use, so that `import vitrail` does not import torch.
+# Public names -> their modules, which are imported on first use, so that `import vitrail` does not import torch.
 _MODULE_OF = {
-    "Evaluation": "vitrail.api",
-    "Model": "vitrail.api",
-    "Prediction": "vitrail.api",
-    "Run": "vitrail.api",
-    "create": "vitrail.api",
-    "evaluate": "vitrail.api",
-    "export": "vitrail.api",
-    "finetune": "vitrail.api",
-    "create_model": "vitrail.api",
-    "load": "vitrail.api",
-    "train": "vitrail.api",
+    "BiT": "vitrail.models",
     "BiTConfig": "vitrail.config",
+    "Evaluation": "vitrail.evaluation.summary",
+    "Model": "vitrail.model",
+    "Output": "vitrail.models",
+    "Prediction": "vitrail.predictions",
     "PreprocessConfig": "vitrail.config",
+    "Run": "vitrail.training.runs",
     "StemConfig": "vitrail.config",
     "TrainConfig": "vitrail.config",
+    "ViT": "vitrail.models",
     "ViTConfig": "vitrail.config",
     "VitrailError": "vitrail.errors",
-    "BiT": "vitrail.models",
-    "Output": "vitrail.models",
-    "ViT": "vitrail.models",
+    "create": "vitrail.open_model",
+    "create_model": "vitrail.open_model",
+    "evaluate": "vitrail.evaluation.evaluate",
+    "export": "vitrail.exporting.export_model",
+    "finetune": "vitrail.training.runs",
+    "load": "vitrail.open_model",
+    "train": "vitrail.training.runs",
 }
 
 __all__ = [
@@ -80,12 +72,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
     if name in _MODULE_OF:
-        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-        package = sys.modules.get(f"vitrail.{name}")
-        # `vitrail.train` is both a function and a package: its modules stay accessible as vitrail.train.loop.
-        if package is not None:
-            value.__dict__.update({key: member for key, member in vars(package).items() if not key.startswith("_")})
-        return value
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
 
 
@@ -100,14 +87,3 @@ def _version() -> str:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class _Package(ModuleType):
-    """The type of this package: keeps `vitrail.train`, `evaluate` and `export` bound to the functions."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _MODULE_OF or not isinstance(value, ModuleType):  # as on import of vitrail/train
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -69,3 +69,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return f"; did you mean {close[0]!r}?"
     more = f" and {len(known) - 8} more" if len(known) > 9 else ""
     return f"; available: {', '.join(known[:8] if more else known)}{more}."
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error message, without the final period."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""The command, run in this process or as a person runs it, and something to run it on."""
+"""Fixtures that run the `vitrail` command in this process or in a subprocess, and inputs for it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from vitrail.cli import main
 
 @dataclass
 class Result:
-    """What a command left behind."""
+    """Exit status and output of a command."""
 
     status: int
     out: str
     err: str
 
     @property
-    def problems(self) -> list[str]:
-        """The sentences on standard error that tell of errors."""
+    def errors(self) -> list[str]:
+        """Messages of the lines on standard error that start with `error: `."""
         return [line.removeprefix("error: ") for line in self.err.splitlines() if line.startswith("error: ")]
 
     @property
@@ -40,8 +40,8 @@ Command = Callable[..., Result]
 
 @pytest.fixture
 def vitrail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """`vitrail("predict", path)`, in this process."""
-    monkeypatch.setattr(runtime, "_logged", set())
+    """Run the command in this process: `vitrail("predict", path)`."""
+    monkeypatch.setattr(runtime.notes, "_logged", set())
     logger = logging.getLogger("vitrail")
     before = logger.handlers, logger.level, logger.propagate
 
@@ -56,20 +56,20 @@ def vitrail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(scope="session")
 def process() -> Command:
-    """The same in a process of its own, as a person runs it."""
+    """Run the command in a subprocess: `process("predict", path)`."""
 
     def run(*arguments: object, **options: object) -> Result:
         command = [sys.executable, "-m", "vitrail", *map(str, arguments)]
         environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, **options)  # type: ignore[call-overload]
-        return Result(done.returncode, done.stdout, done.stderr)
+        completed = subprocess.run(command, capture_output=True, text=True, env=environment, **options)  # type: ignore[call-overload]
+        return Result(completed.returncode, completed.stdout, completed.stderr)
 
     return run
 
 
 @pytest.fixture(scope="session")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A classifier of five things, in vitrail's own format."""
+    """A small classifier of five classes, in vitrail's own format."""
     path = tmp_path_factory.mktemp("weights") / "small"
     model(small()).save(path)
     return path
@@ -84,7 +84,7 @@ def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """A folder as people have them: subfolders, capitals, other files, what macOS leaves."""
+    """A folder of images with subfolders, uppercase names, other files and macOS metadata files."""
     folder = tmp_path / "photos"
     for name in ("b.png", "a.jpg", "C.JPG", "holiday/2.webp", "holiday/10.png", "holiday/deep/x.bmp"):
         file = folder / name

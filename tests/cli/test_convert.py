@@ -17,14 +17,14 @@ from vitrail.weights.torchvision import TORCHVISION
 WRITABLE = list(dict.fromkeys(f.name for f in checkpoint.FORMATS if f.write is not None))
 
 
-def everything(folder: Path) -> list[str]:
-    """Names of all that lies there, hidden files too."""
+def relative_paths(folder: Path) -> list[str]:
+    """Relative paths of everything in a folder, hidden files included."""
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> dict[str, Path]:
-    """For each format a checkpoint that it can express."""
+    """Format -> a checkpoint that the format can represent."""
     folder = tmp_path_factory.mktemp("sources")
     configs = {
         "google": small(activation="gelu-tanh", resample="google"),
@@ -36,24 +36,24 @@ def sources(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("to", WRITABLE)
-def test_each_format_is_written_and_reads_back_the_same(vitrail, sources, tmp_path, to):
-    ending = {"google": ".npz", "big_vision": ".npz", "facebook": ".pth", "torchvision": ".pth"}.get(to, "")
-    target = tmp_path / f"out{ending}"
+def test_each_format_reads_back_identical_tensors(vitrail, sources, tmp_path, to):
+    suffix = {"google": ".npz", "big_vision": ".npz", "facebook": ".pth", "torchvision": ".pth"}.get(to, "")
+    target = tmp_path / f"out{suffix}"
     result = vitrail("convert", sources[to], target, "--to", to)
     assert result.status == 0, result.err
     assert f"{to} format, " in result.out
     assert "identical when read back" in result.out
-    ours, theirs = (package.load(path).net.state_dict() for path in (sources[to], target))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    source_tensors, converted_tensors = (package.load(path).net.state_dict() for path in (sources[to], target))
+    assert source_tensors.keys() == converted_tensors.keys()
+    assert all(torch.equal(source_tensors[name], converted_tensors[name]) for name in source_tensors)
 
 
-def test_the_help_names_every_format(process):
+def test_help_names_every_format(process):
     words = process("convert", "--help").out.replace("\n", " ").replace("│", " ").split()
     assert set(WRITABLE) <= {word.strip(".,") for word in words}
 
 
-def test_json_is_alone_on_standard_output(vitrail, weights, tmp_path):
+def test_json_is_the_only_standard_output(vitrail, weights, tmp_path):
     result = vitrail("convert", weights, tmp_path / "out", "--to", "timm", "--json")
     report = json.loads(result.out)
     assert report["format"] == "timm"
@@ -62,48 +62,48 @@ def test_json_is_alone_on_standard_output(vitrail, weights, tmp_path):
     assert report["drift"] == report["lost"] == []
 
 
-def test_what_a_format_cannot_express_is_refused_by_name(vitrail, tmp_path):
+def test_unsupported_feature_of_a_format_is_named(vitrail, tmp_path):
     model(small(num_registers=4)).save(tmp_path / "registers")
     result = vitrail("convert", tmp_path / "registers", tmp_path / "out.pth", "--to", "torchvision")
     assert (result.status, result.out) == (1, "")
-    assert result.problems == ["torchvision's format cannot represent registers."]
-    assert everything(tmp_path) == ["registers", "registers/config.json", "registers/model.safetensors"]
+    assert result.errors == ["torchvision's format cannot represent registers."]
+    assert relative_paths(tmp_path) == ["registers", "registers/config.json", "registers/model.safetensors"]
 
 
-def test_small_differences_need_an_option(vitrail, tmp_path):
+def test_approximate_conversion_needs_an_option(vitrail, tmp_path):
     model(small(activation="gelu-tanh")).save(tmp_path / "tanh")
     target = tmp_path / "out.pth"
     result = vitrail("convert", tmp_path / "tanh", target, "--to", "torchvision")
     assert result.status == 1
-    assert "Pass --approximate (approximate=True) to write it anyway." in result.problems[0]
+    assert "Pass --approximate (approximate=True) to write it anyway." in result.errors[0]
     assert not target.exists()
     result = vitrail("convert", tmp_path / "tanh", target, "--to", "torchvision", "--approximate")
     assert result.status == 0
     assert any("cannot state the tanh form of GELU" in note for note in result.notes)
 
 
-def test_settings_the_written_file_does_not_state_are_noted(vitrail, weights, tmp_path):
+def test_settings_the_written_file_does_not_store_are_noted(vitrail, weights, tmp_path):
     result = vitrail("convert", weights, tmp_path / "out.pth", "--to", "torchvision")
     assert any("does not store class names" in note for note in result.notes)
     assert any("does not store preprocessing (resize=squash, " in note for note in result.notes)
     assert vitrail("convert", weights, tmp_path / "timm", "--to", "timm").err == ""
 
 
-def test_what_a_bare_file_does_not_state_can_be_given(vitrail, tmp_path):
-    """A grid that is no square and heads of an unusual width: the tensors have them, the names do not."""
+def test_settings_a_bare_file_does_not_store_can_be_passed(vitrail, tmp_path):
+    """torchvision's tensors do not determine a non-square grid or an unusual head width."""
     wide = model(small(image_size=(32, 64), num_heads=4))
     bare = tmp_path / "bare.pth"
     torch.save(TORCHVISION.table(wide.config).write(wide.net.state_dict(), wide.config), bare)
     result = vitrail("convert", bare, tmp_path / "again")
     assert result.status == 1
-    assert "pass image_size=(height, width)" in result.problems[0]
+    assert "pass image_size=(height, width)" in result.errors[0]
     result = vitrail("convert", bare, tmp_path / "again", "--set", "num_heads=4", "--set", "image_size=32x64")
     assert result.status == 0, result.err
-    for again in (package.load(tmp_path / "again"), package.load(bare, image_size=(32, 64), num_heads=4)):
-        assert (again.config.num_heads, again.config.image_size) == (4, (32, 64))
+    for loaded in (package.load(tmp_path / "again"), package.load(bare, image_size=(32, 64), num_heads=4)):
+        assert (loaded.config.num_heads, loaded.config.image_size) == (4, (32, 64))
 
 
-def test_heads_a_format_does_not_store_need_an_option(vitrail, tmp_path):
+def test_unusual_num_heads_need_an_option_if_not_stored(vitrail, tmp_path):
     model(small(width=96, num_heads=4)).save(tmp_path / "odd")
     assert vitrail("convert", tmp_path / "odd", tmp_path / "x.pth", "--to", "facebook").status == 1
     result = vitrail("convert", tmp_path / "odd", tmp_path / "x.pth", "--to", "facebook", "--approximate")
@@ -111,31 +111,31 @@ def test_heads_a_format_does_not_store_need_an_option(vitrail, tmp_path):
     assert any("num_heads=4" in note for note in result.notes)
 
 
-def test_an_existing_destination_is_kept(vitrail, weights, tmp_path):
+def test_existing_destination_is_not_overwritten(vitrail, weights, tmp_path):
     (tmp_path / "file.pth").write_text("precious")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "model.safetensors").write_text("precious")
     for name in ("file.pth", "folder"):
         result = vitrail("convert", weights, tmp_path / name, "--to", "facebook" if "." in name else "timm")
         assert result.status == 1
-        assert result.problems[0].endswith("exists already; choose another name, or replace it with --overwrite.")
+        assert result.errors[0].endswith("exists already; choose another name, or replace it with --overwrite.")
     assert (tmp_path / "file.pth").read_text() == (tmp_path / "folder" / "model.safetensors").read_text() == "precious"
 
 
-def test_overwrite_replaces_a_checkpoint_and_nothing_else(vitrail, weights, tmp_path):
+def test_overwrite_replaces_only_a_checkpoint(vitrail, weights, tmp_path):
     target = tmp_path / "out"
     vitrail("convert", weights, target, "--to", "timm")
     assert vitrail("convert", weights, target, "--to", "huggingface", "--overwrite").status == 0
-    assert everything(target) == ["config.json", "model.safetensors", "preprocessor_config.json"]
+    assert relative_paths(target) == ["config.json", "model.safetensors", "preprocessor_config.json"]
     (target / "holiday.jpg").write_text("precious")
     result = vitrail("convert", weights, target, "--overwrite")
     assert result.status == 1
-    assert "it also contains holiday.jpg" in result.problems[0]
+    assert "it also contains holiday.jpg" in result.errors[0]
     assert (target / "holiday.jpg").exists()
 
 
 @pytest.mark.parametrize("to", ["timm", "facebook"])
-def test_a_failure_while_writing_leaves_nothing(vitrail, weights, tmp_path, monkeypatch, to):
+def test_failed_write_leaves_no_files(vitrail, weights, tmp_path, monkeypatch, to):
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -143,16 +143,16 @@ def test_a_failure_while_writing_leaves_nothing(vitrail, weights, tmp_path, monk
     monkeypatch.setattr(writers.torch, "save", fail)
     result = vitrail("convert", weights, tmp_path / "out", "--to", to)
     assert result.status == 1
-    assert "full" in result.problems[0]
-    assert "Nothing was left behind." in result.problems[0]
-    assert everything(tmp_path) == []
+    assert "full" in result.errors[0]
+    assert "Nothing was left behind." in result.errors[0]
+    assert relative_paths(tmp_path) == []
 
 
 @pytest.mark.parametrize("to", ["timm", "facebook"])
-def test_an_interrupt_while_writing_leaves_what_was_there(vitrail, weights, tmp_path, monkeypatch, to):
+def test_interrupted_write_keeps_the_existing_files(vitrail, weights, tmp_path, monkeypatch, to):
     target = tmp_path / "out"
     vitrail("convert", weights, target, "--to", to)
-    before = everything(tmp_path)
+    before = relative_paths(tmp_path)
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -160,10 +160,10 @@ def test_an_interrupt_while_writing_leaves_what_was_there(vitrail, weights, tmp_
     monkeypatch.setattr(writers, "_little_endian", interrupt)
     monkeypatch.setattr(writers.torch, "save", interrupt)
     assert vitrail("convert", weights, target, "--to", to, "--overwrite").status == 130
-    assert everything(tmp_path) == before
+    assert relative_paths(tmp_path) == before
 
 
-def test_a_file_can_be_replaced_by_its_own_conversion(vitrail, weights, tmp_path):
+def test_checkpoint_can_be_converted_in_place(vitrail, weights, tmp_path):
     folder = tmp_path / "same"
     shutil.copytree(weights, folder)
     result = vitrail("convert", folder, folder, "--to", "timm", "--overwrite")
@@ -181,24 +181,24 @@ def test_a_file_can_be_replaced_by_its_own_conversion(vitrail, weights, tmp_path
         (["--section", "teacher"], "it has no section 'teacher'"),
     ],
 )
-def test_wrong_words_are_one_sentence(vitrail, weights, tmp_path, arguments, message):
+def test_invalid_arguments_are_one_sentence_errors(vitrail, weights, tmp_path, arguments, message):
     result = vitrail("convert", weights, tmp_path / "out", *arguments)
     assert (result.status, result.out) == (1, "")
-    assert len(result.problems) == len(result.err.splitlines()) == 1
-    assert message in result.problems[0]
-    assert everything(tmp_path) == []
+    assert len(result.errors) == len(result.err.splitlines()) == 1
+    assert message in result.errors[0]
+    assert relative_paths(tmp_path) == []
 
 
-def test_a_missing_source_is_one_sentence(vitrail, tmp_path):
+def test_missing_source_is_a_one_sentence_error(vitrail, tmp_path):
     result = vitrail("convert", tmp_path / "nothing.pth", tmp_path / "out")
     assert result.status == 1
-    assert "no such file" in result.problems[0]
+    assert "no such file" in result.errors[0]
 
 
-def test_a_damaged_source_is_named(vitrail, weights, tmp_path):
-    whole = (weights / "model.safetensors").read_bytes()
-    (tmp_path / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
+def test_damaged_source_is_named(vitrail, weights, tmp_path):
+    data = (weights / "model.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(data[: len(data) // 2])
     result = vitrail("convert", tmp_path / "cut.safetensors", tmp_path / "out")
     assert result.status == 1
-    assert "cut.safetensors is truncated or damaged" in result.problems[0]
-    assert everything(tmp_path) == ["cut.safetensors"]
+    assert "cut.safetensors is truncated or damaged" in result.errors[0]
+    assert relative_paths(tmp_path) == ["cut.safetensors"]

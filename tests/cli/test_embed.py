@@ -1,4 +1,4 @@
-"""`vitrail embed`: every image's features in one file, whatever happens on the way."""
+"""`vitrail embed`: features of every image in one Parquet file, also after interruptions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from conftest import ROOT
 from PIL import Image
 
 import vitrail as package
-from vitrail.api import embedding
+from vitrail.evaluation import embedding
 
 
 @pytest.fixture
 def classes(tmp_path: Path) -> Path:
-    """Two classes of images to learn from and to test on."""
+    """A folder of images of two classes, with a training and a test split."""
     folder, rng = tmp_path / "data", np.random.default_rng(0)
     for split, count in (("train", 7), ("test", 4)):
         for i in range(count):
@@ -42,13 +42,13 @@ def test_every_image_has_a_row(vitrail, weights, classes, tmp_path):
     keys = table["key"].to_pylist()
     expected = package.load(weights).embed([classes / key for key in keys])
     assert np.stack(table["embedding"].to_pylist()) == pytest.approx(expected.numpy(), abs=1e-5)
-    said = json.loads(table.schema.metadata[b"vitrail"])
-    assert (said["features"], said["vitrail"], said["data"]) == ("head input", package.__version__, "data")
+    metadata = json.loads(table.schema.metadata[b"vitrail"])
+    assert (metadata["features"], metadata["vitrail"], metadata["data"]) == ("head input", package.__version__, "data")
 
 
-def test_options_choose_what_is_kept(vitrail, weights, classes, tmp_path):
+def test_options_select_split_layers_pooling_and_dtype(vitrail, weights, classes, tmp_path):
     out = tmp_path / "f.parquet"
-    given = (
+    options = (
         "--split",
         "test",
         "--layers",
@@ -60,14 +60,14 @@ def test_options_choose_what_is_kept(vitrail, weights, classes, tmp_path):
         "--normalize",
         "--json",
     )
-    result = vitrail("embed", "-m", weights, "--data", classes, "--out", out, *given)
-    told = json.loads(result.out)
-    assert (told["num_images"], told["width"], told["features"]) == (4, 512, "layer 1+2, token+mean")
+    result = vitrail("embed", "-m", weights, "--data", classes, "--out", out, *options)
+    summary = json.loads(result.out)
+    assert (summary["num_images"], summary["width"], summary["features"]) == (4, 512, "layer 1+2, token+mean")
     rows = np.stack(pq.read_table(out)["embedding"].to_pylist()).astype(np.float64)
     assert np.linalg.norm(rows, axis=1) == pytest.approx(np.ones(4), abs=1e-3)
 
 
-def test_minus_one_is_the_last_layer(vitrail, weights, classes, tmp_path):
+def test_layer_minus_one_is_the_last_layer(vitrail, weights, classes, tmp_path):
     for name, layer in (("a.parquet", "-1"), ("b.parquet", "2")):
         result = vitrail(
             "embed", "-m", weights, "--data", classes, "--out", tmp_path / name, "--layer", layer, "--json"
@@ -76,22 +76,22 @@ def test_minus_one_is_the_last_layer(vitrail, weights, classes, tmp_path):
     assert pq.read_table(tmp_path / "a.parquet").equals(pq.read_table(tmp_path / "b.parquet"))
 
 
-def test_a_second_command_is_refused_while_one_is_writing(vitrail, weights, classes, tmp_path, monkeypatch):
-    out, write, seen = tmp_path / "f.parquet", embedding._write_missing_parts, []
+def test_second_command_is_rejected_while_one_is_writing(vitrail, weights, classes, tmp_path, monkeypatch):
+    out, write, processes = tmp_path / "f.parquet", embedding._write_missing_parts, []
 
-    def meanwhile(*arguments, **options):
+    def write_during_second_command(*arguments, **options):
         command = [sys.executable, "-m", "vitrail", "embed", "-m", str(weights), "--data", str(classes), "-o", str(out)]
-        seen.append(subprocess.run(command, capture_output=True, text=True, timeout=60, check=False))
+        processes.append(subprocess.run(command, capture_output=True, text=True, timeout=60, check=False))
         return write(*arguments, **options)
 
-    monkeypatch.setattr(embedding, "_write_missing_parts", meanwhile)
+    monkeypatch.setattr(embedding, "_write_missing_parts", write_during_second_command)
     result = vitrail("embed", "-m", weights, "--data", classes, "--out", out)
-    assert (result.status, seen[0].returncode) == (0, 1)
-    assert f"another process is writing {out}" in " ".join(seen[0].stderr.split())
+    assert (result.status, processes[0].returncode) == (0, 1)
+    assert f"another process is writing {out}" in " ".join(processes[0].stderr.split())
     assert pq.read_metadata(out).num_rows == 11
 
 
-def test_a_folder_without_labels_will_do(vitrail, weights, photos, tmp_path):
+def test_folder_without_labels_is_embedded(vitrail, weights, photos, tmp_path):
     out = tmp_path / "f.parquet"
     assert vitrail("embed", "-m", weights, "--data", photos, "--out", out).status == 0
     table = pq.read_table(out)
@@ -99,7 +99,7 @@ def test_a_folder_without_labels_will_do(vitrail, weights, photos, tmp_path):
     assert {"a.jpg", "holiday/deep/x.bmp"} <= set(table["key"].to_pylist())
 
 
-def test_a_file_that_is_there_is_not_made_again(vitrail, weights, classes, tmp_path):
+def test_complete_file_is_not_recomputed(vitrail, weights, classes, tmp_path):
     out = tmp_path / "f.parquet"
     command = ("embed", "-m", weights, "--data", classes, "--out", out)
     vitrail(*command)
@@ -107,25 +107,25 @@ def test_a_file_that_is_there_is_not_made_again(vitrail, weights, classes, tmp_p
     result = vitrail(*command)
     assert (result.status, out.stat().st_mtime_ns) == (0, before)
     assert any("already complete" in note for note in result.notes)
-    [said] = vitrail(*command, "--layer", "1").problems
-    assert said.startswith(f"{out} was made with features=head input, not layer 1, token;")
+    [message] = vitrail(*command, "--layer", "1").errors
+    assert message.startswith(f"{out} was made with features=head input, not layer 1, token;")
     assert vitrail(*command, "--layer", "1", "--overwrite").status == 0
     assert pq.read_table(out).schema.field("embedding").type.list_size == 128
 
 
-def test_unreadable_images_are_named_and_left_out(vitrail, weights, classes, tmp_path):
+def test_unreadable_images_are_named_and_skipped(vitrail, weights, classes, tmp_path):
     (classes / "train" / "a" / "broken.png").write_bytes(b"no image")
     out = tmp_path / "f.parquet"
     result = vitrail("embed", "-m", weights, "--data", classes, "--out", out)
     assert (result.status, pq.read_metadata(out).num_rows) == (1, 11)
     assert any("train/a/broken.png" in note for note in result.notes)
-    assert result.problems == ["skipped 1 unreadable image; add --skip-bad to allow this."]
-    again = vitrail("embed", "-m", weights, "--data", classes, "--out", out, "--skip-bad")
-    assert (again.status, again.problems) == (0, [])
+    assert result.errors == ["skipped 1 unreadable image; add --skip-bad to allow this."]
+    allowed = vitrail("embed", "-m", weights, "--data", classes, "--out", out, "--skip-bad")
+    assert (allowed.status, allowed.errors) == (0, [])
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         (("--layer", "13"), "there is no layer 13 of 2; expected 0 to 2."),
         (("--layer", "x"), "--layer expects whole numbers such as 5 or 1,5,10, got 'x'."),
@@ -134,33 +134,33 @@ def test_unreadable_images_are_named_and_left_out(vitrail, weights, classes, tmp
         (("--split", "tset"), "there is no split 'tset'; did you mean 'test'?"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(vitrail, weights, classes, tmp_path, options, sentence):
+def test_invalid_options_are_one_sentence_errors(vitrail, weights, classes, tmp_path, options, message):
     result = vitrail("embed", "-m", weights, "--data", classes, "--out", tmp_path / "f.parquet", *options)
-    assert (result.status, result.problems) == (1, [sentence])
+    assert (result.status, result.errors) == (1, [message])
     assert not list(tmp_path.glob("f.parquet*"))
 
 
-def test_a_split_the_data_has_not_is_one_sentence(vitrail, weights, classes, tmp_path):
+def test_missing_split_is_a_one_sentence_error(vitrail, weights, classes, tmp_path):
     result = vitrail(
         "embed", "-m", weights, "--data", classes, "--out", tmp_path / "f.parquet", "--split", "validation"
     )
-    assert result.problems == [f"{classes} has no validation split; it has train, test."]
+    assert result.errors == [f"{classes} has no validation split; it has train, test."]
 
 
-def test_embed_says_what_it_needs(vitrail, weights):
+def test_missing_options_are_named(vitrail, weights):
     result = vitrail("embed", "-m", weights)
     assert result.status == 1
-    assert "embed needs --data SPEC:" in result.problems[0]
-    assert "embed needs --out FILE:" in vitrail("embed", "-m", weights, "--data", "digits").problems[0]
+    assert "embed needs --data SPEC:" in result.errors[0]
+    assert "embed needs --out FILE:" in vitrail("embed", "-m", weights, "--data", "digits").errors[0]
     result = vitrail("embed", "-m", weights, "--data", "digits", "--out", "features.csv")
-    assert result.problems == ["--out features.csv: expected a .parquet file; try features.parquet."]
+    assert result.errors == ["--out features.csv: expected a .parquet file; try features.parquet."]
 
 
-def test_killed_at_any_part_it_goes_on_to_the_same_bytes(tmp_path):
-    command = [sys.executable, str(ROOT / "tests" / "evaluate" / "killing.py"), str(tmp_path), "--kills", "3"]
+def test_killed_embedding_resumes_to_identical_bytes(tmp_path):
+    command = [sys.executable, str(ROOT / "tests" / "evaluation" / "killing.py"), str(tmp_path), "--kills", "3"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 kills" in done.stdout
-    assert "the same bytes" in done.stdout
-    assert "left behind: features.parquet\n" in done.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "3 kills" in completed.stdout
+    assert "the same bytes" in completed.stdout
+    assert "files left: features.parquet\n" in completed.stdout

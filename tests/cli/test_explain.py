@@ -1,4 +1,4 @@
-"""`vitrail explain` and `vitrail figures`: files written, bad input in one sentence."""
+"""`vitrail explain` and `vitrail figures`: files written, one-sentence errors."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def bit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_one_image_gives_its_figures_and_says_where_they_are(vitrail, weights, image, tmp_path):
+def test_figures_of_an_image_are_saved_and_listed(vitrail, weights, image, tmp_path):
     result = vitrail("explain", image, "-m", weights, "-o", tmp_path / "out")
     assert result.status == 0
     name, *files = result.out.splitlines()
     assert name.startswith(f"{image}  ")
-    expected = [tmp_path / "out" / f"one-{end}.png" for end in ("overview", "layers", "heads-2")]
+    expected = [tmp_path / "out" / f"one-{figure}.png" for figure in ("overview", "layers", "heads-2")]
     assert [line.strip() for line in files] == [str(path) for path in expected]
     assert all(path.stat().st_size > 5000 for path in expected)
 
 
-def test_the_numbers_behind_them_and_how_far_to_trust_them(vitrail, weights, image, tmp_path):
+def test_npz_has_maps_attention_and_faithfulness(vitrail, weights, image, tmp_path):
     options = ("--format", "npz", "--method", "rollout,gradient", "--class", "dog", "--query", "1,2", "--faithfulness")
     result = vitrail("explain", image, "-m", weights, "-o", tmp_path / "out", *options)
     assert result.status == 0
@@ -47,7 +47,7 @@ def test_the_numbers_behind_them_and_how_far_to_trust_them(vitrail, weights, ima
         assert arrays["attention_by_head"].shape == (2, 2, 4, 4)
 
 
-def test_json_for_machines(vitrail, weights, photos, tmp_path):
+def test_json_lists_files_scores_and_faithfulness(vitrail, weights, photos, tmp_path):
     result = vitrail(
         "explain", photos, "-m", weights, "-o", tmp_path / "out", "--json", "--format", "npz", "--faithfulness"
     )
@@ -57,18 +57,18 @@ def test_json_for_machines(vitrail, weights, photos, tmp_path):
     assert set(rows[0]["faithfulness"]) == {"rollout", "gradient", "attention", "occlusion", "random"}
 
 
-def test_a_broken_image_is_named_and_the_rest_is_explained(vitrail, weights, image, tmp_path):
+def test_broken_image_is_named_and_the_others_are_explained(vitrail, weights, image, tmp_path):
     (tmp_path / "broken.png").write_bytes(b"no")
     result = vitrail(
         "explain", tmp_path / "broken.png", image, "-m", weights, "-o", tmp_path / "out", "--format", "npz"
     )
     assert result.status == 1
-    assert len(result.problems) == 2
-    assert "broken.png" in result.problems[0]
+    assert len(result.errors) == 2
+    assert "broken.png" in result.errors[0]
     assert (tmp_path / "out" / "one.npz").exists()
 
 
-def test_images_of_one_name_in_two_folders_do_not_overwrite_each_other(vitrail, weights, tmp_path):
+def test_images_with_equal_names_do_not_overwrite_each_other(vitrail, weights, tmp_path):
     for name in ("a/one.png", "b/one.png"):
         (tmp_path / name).parent.mkdir()
         gradient().save(tmp_path / name)
@@ -87,12 +87,12 @@ def test_images_of_one_name_in_two_folders_do_not_overwrite_each_other(vitrail, 
         (["/x/a.png"], ["a"]),
     ],
 )
-def test_figures_are_named_by_as_much_of_the_path_as_is_needed(paths, names):
+def test_file_names_include_folders_only_if_needed(paths, names):
     assert stems([Path(p) for p in paths]) == names
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (["--layer", "3"], "there is no layer 3: this network has layers 1 to 2"),
         (["--layer", "last"], "--layer expects numbers"),
@@ -105,25 +105,25 @@ def test_figures_are_named_by_as_much_of_the_path_as_is_needed(paths, names):
         (["--method", ","], "expected comma-separated names"),
     ],
 )
-def test_what_is_not_there_is_said_in_one_sentence(vitrail, weights, image, tmp_path, options, words):
+def test_invalid_options_are_one_sentence_errors(vitrail, weights, image, tmp_path, options, message):
     result = vitrail("explain", image, "-m", weights, "-o", tmp_path / "out", *options)
     assert result.status in (1, 2)
-    assert len(result.problems) == 1
-    assert words in result.problems[0]
+    assert len(result.errors) == 1
+    assert message in result.errors[0]
     assert not (tmp_path / "out").exists()
 
 
-def test_a_network_without_attention_is_asked_for_occlusion_only(vitrail, bit, image, tmp_path):
+def test_network_without_attention_supports_only_occlusion(vitrail, bit, image, tmp_path):
     result = vitrail("explain", image, "-m", bit, "--method", "rollout", "-o", tmp_path / "out")
     assert result.status == 1
-    assert result.problems == ["a BiT has no attention; try a ViT, or occlusion, which works with any network."]
+    assert result.errors == ["a BiT has no attention; try a ViT, or occlusion, which works with any network."]
     for option in (("--layer", 1), ("--query", "class")):
         assert vitrail("explain", image, "-m", bit, "-o", tmp_path / "out", *option).status == 1
     result = vitrail("explain", image, "-m", bit, "-o", tmp_path / "out", "--format", "npz")
     assert result.status == 0
 
 
-def test_the_figures_of_a_model(vitrail, weights, photos, tmp_path):
+def test_all_figures_of_a_model_are_saved(vitrail, weights, photos, tmp_path):
     result = vitrail("figures", "-m", weights, "--data", photos, "-o", tmp_path / "out", "--format", "png,npz")
     assert result.status == 0
     names = ("filters", "positions", "distances", "rollout", "colors")
@@ -132,7 +132,7 @@ def test_the_figures_of_a_model(vitrail, weights, photos, tmp_path):
         assert arrays["rollout"].shape == (6, 4, 4)
 
 
-def test_some_figures_as_json(vitrail, weights, tmp_path):
+def test_selected_figures_are_listed_as_json(vitrail, weights, tmp_path):
     result = vitrail(
         "figures", "-m", weights, "--what", "positions", "-o", tmp_path / "out", "--format", "npz", "--json"
     )
@@ -140,7 +140,7 @@ def test_some_figures_as_json(vitrail, weights, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (["--what", "filter"], "there is no figure 'filter'; did you mean 'filters'"),
         (["--what", "colors", "--layer", "5"], "there is no layer 5"),
@@ -151,41 +151,41 @@ def test_some_figures_as_json(vitrail, weights, tmp_path):
         (["--data", "nowhere/"], "nowhere"),
     ],
 )
-def test_figures_that_cannot_be_are_said_in_one_sentence(vitrail, weights, tmp_path, options, words):
+def test_invalid_figure_options_are_one_sentence_errors(vitrail, weights, tmp_path, options, message):
     result = vitrail("figures", "-m", weights, "-o", tmp_path / "out", *options)
     assert result.status == 1
-    assert len(result.problems) == 1
-    assert words in result.problems[0]
+    assert len(result.errors) == 1
+    assert message in result.errors[0]
 
 
-def test_an_empty_folder_has_nothing_to_look_at(vitrail, weights, tmp_path):
+def test_empty_data_folder_is_a_one_sentence_error(vitrail, weights, tmp_path):
     (tmp_path / "empty").mkdir()
     result = vitrail("figures", "-m", weights, "--data", f"folder:{tmp_path / 'empty'}", "-o", tmp_path / "out")
     assert result.status == 1
-    assert len(result.problems) == 1
+    assert len(result.errors) == 1
 
 
-def test_a_model_without_positions_says_why_there_is_no_figure(vitrail, tmp_path):
+def test_missing_position_embeddings_are_named_as_the_reason(vitrail, tmp_path):
     model(small(position="none")).save(tmp_path / "m")
     result = vitrail("figures", "-m", tmp_path / "m", "--what", "positions", "-o", tmp_path / "out")
     assert result.status == 1
-    assert result.problems == ["positions: this model has no position embeddings."]
+    assert result.errors == ["positions: this model has no position embeddings."]
 
 
 @pytest.mark.parametrize("command", ["explain", "figures"])
-def test_bfloat16_on_a_cpu_ends_no_process(process, weights, tmp_path, command, monkeypatch):
-    """Some CPUs announce what they do not have: it has to be found out before the first product."""
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)  # which the other tests are kept safe by
+def test_bfloat16_on_a_cpu_does_not_crash(process, weights, tmp_path, command, monkeypatch):
+    """Some CPUs report instructions that crash; this must be detected before the first product."""
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)  # conftest.py sets it for the other tests
     gradient().save(tmp_path / "one.png")
-    what = [tmp_path / "one.png"] if command == "explain" else ["--data", tmp_path]
-    result = process(command, *what, "-m", weights, "-o", tmp_path / "out", "--dtype", "bfloat16", "--format", "npz")
+    inputs = [tmp_path / "one.png"] if command == "explain" else ["--data", tmp_path]
+    result = process(command, *inputs, "-m", weights, "-o", tmp_path / "out", "--dtype", "bfloat16", "--format", "npz")
     assert result.status == 0, result.err
 
 
-def test_assumed_class_names_are_noted_where_names_are_shown_only(vitrail, real_checkpoint, image, tmp_path):
+def test_assumed_class_names_are_noted_only_where_names_are_shown(vitrail, real_checkpoint, image, tmp_path):
     assert not any(
         "ImageNet" in note
         for note in vitrail("figures", "-m", real_checkpoint, "--what", "filters", "-o", tmp_path).notes
     )
-    explained = vitrail("explain", image, "-m", real_checkpoint, "--method", "attention", "-o", tmp_path)
-    assert sum("ImageNet" in note for note in explained.notes) == 1
+    result = vitrail("explain", image, "-m", real_checkpoint, "--method", "attention", "-o", tmp_path)
+    assert sum("ImageNet" in note for note in result.notes) == 1

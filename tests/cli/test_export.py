@@ -150,8 +150,8 @@ def test_missing_class_names_are_reported(vitrail, tmp_path):
 
 
 def test_the_printed_speed_ratio_is_the_median_of_the_rounds(vitrail, tiny, tmp_path, monkeypatch):
-    from vitrail.export import exporter
-    from vitrail.export.compare import Speed
+    from vitrail.exporting import exporter
+    from vitrail.exporting.compare import Speed
 
     speed = Speed(export=7.04, model=9.449, ratio=0.95, batch_size=8)
     monkeypatch.setattr(exporter, "time_alternately", lambda *_: speed)
@@ -170,7 +170,7 @@ def test_calibrating_and_comparing_on_the_same_images_prints_a_note(vitrail, tin
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_an_export_stopped_by_sigterm_leaves_no_files(tiny, tmp_path):
     code = (
-        "import os, signal, sys; from vitrail.export import formats; from vitrail.cli import main\n"
+        "import os, signal, sys; from vitrail.exporting import formats; from vitrail.cli import main\n"
         "formats.write = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
         "sys.exit(main(sys.argv[1:]))"
     )

@@ -13,7 +13,7 @@ from exports import export_quickly
 from PIL import Image
 from small_models import model, small
 
-from vitrail.api.exporting import export
+from vitrail.exporting.export_model import export
 
 need_extra("export")
 

@@ -1,4 +1,4 @@
-"""`vitrail probe`: numbers with their intervals, from images or from files of features."""
+"""`vitrail probe`: scores with confidence intervals, from images or from feature files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from PIL import Image
 COLORS = {"blue": (20, 40, 230), "green": (30, 220, 40), "red": (230, 30, 20)}
 
 
-def draw(folder: Path, **counts: int) -> Path:
-    """Images whose color is their class."""
+def write_images(folder: Path, **counts: int) -> Path:
+    """Write a folder of images whose class is their color."""
     rng = np.random.default_rng(0)
     for split, count in counts.items():
         for name, color in COLORS.items():
@@ -27,21 +27,21 @@ def draw(folder: Path, **counts: int) -> Path:
 
 @pytest.fixture(scope="module")
 def colors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return draw(tmp_path_factory.mktemp("probe") / "colors", train=12, test=6)
+    return write_images(tmp_path_factory.mktemp("probe") / "colors", train=12, test=6)
 
 
-def test_features_that_tell_the_classes_apart_score_full(vitrail, weights, colors):
+def test_separable_classes_have_full_accuracy(vitrail, weights, colors):
     result = vitrail("probe", "-m", weights, "--data", colors, "--shots", "1,5", "--k", "1,5", "--json")
-    found = json.loads(result.out)
-    assert (found["num_train"], found["num_test"], found["width"], found["num_classes"]) == (36, 18, 128, 3)
-    assert [(s["method"], s["value"]) for s in found["scores"]] == [
+    report = json.loads(result.out)
+    assert (report["num_train"], report["num_test"], report["width"], report["num_classes"]) == (36, 18, 128, 3)
+    assert [(s["method"], s["value"]) for s in report["scores"]] == [
         ("fewshot", 1.0), ("fewshot", 1.0), ("knn", 1.0), ("knn", 1.0), ("logistic", 1.0),
     ]  # fmt: skip
-    assert all(s["low"] <= s["value"] <= s["high"] for s in found["scores"])
-    assert all(s["low"] < 1 for s in found["scores"] if s["method"] != "fewshot")
+    assert all(s["low"] <= s["value"] <= s["high"] for s in report["scores"])
+    assert all(s["low"] < 1 for s in report["scores"] if s["method"] != "fewshot")
 
 
-def test_a_table_for_people_has_the_interval_beside_each_number(vitrail, weights, colors):
+def test_table_has_the_interval_beside_each_score(vitrail, weights, colors):
     result = vitrail("probe", "-m", weights, "--data", colors, "--method", "knn,fewshot", "--shots", "5", "--k", "3")
     lines = result.out.splitlines()
     assert lines[0] == "36 training images, 18 test images, 3 classes"
@@ -51,27 +51,27 @@ def test_a_table_for_people_has_the_interval_beside_each_number(vitrail, weights
     assert max(map(len, lines)) <= 80
 
 
-def test_files_of_features_give_the_same_numbers(vitrail, weights, colors, tmp_path):
-    both, parts = tmp_path / "all.parquet", [tmp_path / "train.parquet", tmp_path / "test.parquet"]
-    vitrail("embed", "-m", weights, "--data", colors, "--out", both)
+def test_feature_files_give_the_same_scores(vitrail, weights, colors, tmp_path):
+    combined, parts = tmp_path / "all.parquet", [tmp_path / "train.parquet", tmp_path / "test.parquet"]
+    vitrail("embed", "-m", weights, "--data", colors, "--out", combined)
     for part in parts:
         vitrail("embed", "-m", weights, "--data", colors, "--out", part, "--split", part.stem)
     options = ("--shots", "1", "--k", "5", "--json", "--layer", "last")
-    images = json.loads(vitrail("probe", "-m", weights, "--data", colors, *options).out)
-    one = json.loads(vitrail("probe", "--features", both, *options).out)
-    two = json.loads(vitrail("probe", "--features", parts[0], "--features", parts[1], *options).out)
-    assert one["scores"] == two["scores"] == images["scores"]
+    from_images = json.loads(vitrail("probe", "-m", weights, "--data", colors, *options).out)
+    from_one_file = json.loads(vitrail("probe", "--features", combined, *options).out)
+    from_two_files = json.loads(vitrail("probe", "--features", parts[0], "--features", parts[1], *options).out)
+    assert from_one_file["scores"] == from_two_files["scores"] == from_images["scores"]
 
 
-def test_features_of_another_model_are_one_sentence(vitrail, weights, headless, colors, tmp_path):
+def test_features_of_different_models_are_an_error(vitrail, weights, headless, colors, tmp_path):
     for name, model in (("train", weights), ("test", headless)):
         vitrail("embed", "-m", model, "--data", colors, "--out", tmp_path / f"{name}.parquet", "--split", name)
     result = vitrail("probe", "--features", tmp_path / "train.parquet", "--features", tmp_path / "test.parquet")
     assert result.status == 1
-    assert "was made with another" in result.problems[0]
+    assert "was made with another" in result.errors[0]
 
 
-def test_fewer_images_are_each_classs_share(vitrail, weights, colors):
+def test_max_images_limits_both_splits(vitrail, weights, colors):
     result = vitrail(
         "probe", "-m", weights, "--data", colors, "--method", "knn", "--k", "1", "--max-images", "9", "--json"
     )
@@ -80,7 +80,7 @@ def test_fewer_images_are_each_classs_share(vitrail, weights, colors):
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         (
             ("--method", "fewshot", "--shots", "13"),
@@ -96,15 +96,17 @@ def test_fewer_images_are_each_classs_share(vitrail, weights, colors):
         (("--shots", "many"), "--shots expects whole numbers such as 5 or 1,5,10, got 'many'."),
     ],
 )
-def test_what_cannot_be_is_one_sentence_before_any_work(vitrail, weights, colors, options, sentence, monkeypatch):
-    monkeypatch.setattr("vitrail.api.probing.extract_features", None)
+def test_invalid_options_are_errors_before_features_are_extracted(
+    vitrail, weights, colors, options, message, monkeypatch
+):
+    monkeypatch.setattr("vitrail.evaluation.probing.extract_features", None)
     result = vitrail("probe", "-m", weights, "--data", colors, *options)
     assert result.status == 1
-    assert sentence in result.problems[0]
+    assert message in result.errors[0]
 
 
-def test_one_class_is_one_sentence(vitrail, weights, tmp_path):
-    folder = draw(tmp_path / "one", train=4, test=2)
+def test_data_of_one_class_is_an_error(vitrail, weights, tmp_path):
+    folder = write_images(tmp_path / "one", train=4, test=2)
     for split in ("train", "test"):
         for name in ("green", "red"):
             for file in (folder / split / name).iterdir():
@@ -112,63 +114,63 @@ def test_one_class_is_one_sentence(vitrail, weights, tmp_path):
             (folder / split / name).rmdir()
     result = vitrail("probe", "-m", weights, "--data", folder)
     assert result.status == 1
-    assert "all 4 images are 'blue' (" in result.problems[0]
-    assert "expected at least two classes" in result.problems[0]
+    assert "all 4 images are 'blue' (" in result.errors[0]
+    assert "expected at least two classes" in result.errors[0]
 
 
-def test_what_was_not_asked_for_and_cannot_be_is_left_out_and_said(vitrail, weights, tmp_path):
-    folder = draw(tmp_path / "colors", train=4, test=2)
+def test_impossible_defaults_are_skipped_with_a_note(vitrail, weights, tmp_path):
+    folder = write_images(tmp_path / "colors", train=4, test=2)
     result = vitrail("probe", "-m", weights, "--data", folder, "--json")
-    found = json.loads(result.out)["scores"]
-    assert [s["shots"] for s in found if s["method"] == "fewshot"] == [1]
-    assert [s["k"] for s in found if s["method"] == "knn"] == [12]
+    scores = json.loads(result.out)["scores"]
+    assert [s["shots"] for s in scores if s["method"] == "fewshot"] == [1]
+    assert [s["k"] for s in scores if s["method"] == "knn"] == [12]
     assert any("5, 10 and 25 shots are skipped: the class with the fewest images has 4" in n for n in result.notes)
     assert any("all 12 training images vote, because there are fewer than 20" in n for n in result.notes)
 
 
-def test_a_class_without_training_images_costs_few_shot_and_nothing_else(vitrail, weights, tmp_path):
-    folder = draw(tmp_path / "colors", train=8, test=2)
+def test_class_without_training_images_skips_only_few_shot(vitrail, weights, tmp_path):
+    folder = write_images(tmp_path / "colors", train=8, test=2)
     rows = [f"{path.relative_to(folder)},{path.parent.name},{path.parts[-3]}" for path in folder.rglob("*.png")]
     rows = [row for row in rows if not row.endswith("red,train")]
     (folder / "labels.csv").write_text("\n".join(["image,label,split", *rows]))
     result = vitrail("probe", "-m", weights, "--data", folder / "labels.csv", "--k", "1", "--json")
     assert {s["method"] for s in json.loads(result.out)["scores"]} == {"knn", "logistic"}
     assert any("few-shot is skipped: the class with the fewest images has 0" in n for n in result.notes)
-    alone = vitrail("probe", "-m", weights, "--data", folder / "labels.csv", "--method", "fewshot")
-    assert "'red' has no images" in alone.problems[0]
+    only_fewshot = vitrail("probe", "-m", weights, "--data", folder / "labels.csv", "--method", "fewshot")
+    assert "'red' has no images" in only_fewshot.errors[0]
 
 
-def test_features_without_a_test_part_are_split_and_that_is_said(vitrail, weights, tmp_path):
-    folder = draw(tmp_path / "colors", train=12)
+def test_features_without_a_test_split_are_split_with_a_note(vitrail, weights, tmp_path):
+    folder = write_images(tmp_path / "colors", train=12)
     vitrail("embed", "-m", weights, "--data", folder / "train", "--out", tmp_path / "f.parquet")
     result = vitrail("probe", "--features", tmp_path / "f.parquet", "--method", "knn", "--k", "1", "--json")
-    found = json.loads(result.out)
-    assert found["num_train"] + found["num_test"] == 36
+    from_features = json.loads(result.out)
+    assert from_features["num_train"] + from_features["num_test"] == 36
     assert any("there are no test images" in n and "held out for testing" in n for n in result.notes)
-    direct = json.loads(
+    from_images = json.loads(
         vitrail("probe", "-m", weights, "--data", folder / "train", "--method", "knn", "--k", "1", "--json").out
     )
-    assert direct["scores"] == found["scores"]
+    assert from_images["scores"] == from_features["scores"]
 
 
-def test_an_unreadable_image_is_an_error_unless_it_may_be_left_out(vitrail, weights, tmp_path):
-    folder = draw(tmp_path / "colors", train=4, test=2)
+def test_unreadable_image_is_an_error_unless_skipped(vitrail, weights, tmp_path):
+    folder = write_images(tmp_path / "colors", train=4, test=2)
     (folder / "test" / "red" / "broken.png").write_bytes(b"no image")
     command = ("probe", "-m", weights, "--data", folder, "--method", "knn", "--k", "1", "--json")
     result = vitrail(*command)
     assert result.status == 1
-    assert "1 image cannot be read" in result.problems[0]
+    assert "1 image cannot be read" in result.errors[0]
     assert json.loads(vitrail(*command, "--skip-bad").out)["unreadable"] == 1
 
 
-def test_probe_wants_data_or_features(vitrail, weights):
+def test_probe_needs_data_or_features(vitrail, weights):
     result = vitrail("probe", "-m", weights)
     assert result.status == 1
-    assert "probe needs --data SPEC, or --features FILE" in result.problems[0]
+    assert "probe needs --data SPEC, or --features FILE" in result.errors[0]
 
 
 @pytest.mark.slow
-def test_the_real_models_features_tell_cifars_classes_apart(vitrail, real_checkpoint, shared):
+def test_real_model_scores_above_80_percent_on_cifar10(vitrail, real_checkpoint, shared):
     data = shared / "data" / "cifar10"
     result = vitrail("probe", "-m", real_checkpoint, "--data", data, "--max-images", "500", "--method", "knn", "--json")
     assert json.loads(result.out)["scores"][0]["value"] > 0.8

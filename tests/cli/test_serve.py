@@ -13,26 +13,26 @@ from conftest import need_extra
 from serving import photo
 
 from vitrail.errors import ConfigError
-from vitrail.export import compare
+from vitrail.exporting import compare
 from vitrail.serve import supervisor
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Arguments with which the server would be started; it is not started."""
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def serve(opener: Any, sock: socket.socket, settings: Any, workers: int, tell: Any, stopping: Any) -> None:
-        given.update(opener=opener, settings=settings, workers=workers, name=sock.getsockname())
+        arguments.update(opener=opener, settings=settings, workers=workers, name=sock.getsockname())
         sock.close()
         tell("small", "torch in float32, 2 cores, batches of up to 4")
         stopping()
 
     monkeypatch.setattr(supervisor, "serve", serve)
-    return given
+    return arguments
 
 
-def test_it_says_where_it_is_and_how_to_stop(vitrail, weights, started):
+def test_address_engine_and_stop_key_are_printed(vitrail, weights, started):
     result = vitrail("serve", weights, "--port", 0)
     assert result.status == 0
     host, port = started["name"]
@@ -119,33 +119,34 @@ def test_on_loopback_only_loopback_names_are_accepted(vitrail, weights, started,
     assert started["settings"].hosts == hosts
 
 
-def test_images_to_calibrate_on_reach_the_engine(vitrail, weights, started, monkeypatch, tmp_path):
-    from vitrail.export import engines
+def test_calibration_images_reach_the_engine(vitrail, weights, started, monkeypatch, tmp_path):
+    from vitrail.engines.engine import torch_engine
+    from vitrail.exporting import autotune
 
-    given = {}
+    arguments = {}
 
     def open_engine(source, engine, *rest, **options):
-        given.update(options, engine=engine)
-        return engines.torch_engine(source.net, source.info)
+        arguments.update(options, engine=engine)
+        return torch_engine(source.net, source.info)
 
     images = tmp_path / "images"
     images.mkdir()
     for number in range(3):
         (images / f"{number}.jpg").write_bytes(photo(number))
     vitrail("serve", weights, "--port", 0, "--engine", "auto", "--calibrate", images)
-    monkeypatch.setattr(engines, "open_engine", open_engine)
+    monkeypatch.setattr(autotune, "open_engine", open_engine)
     started["opener"]()
-    assert (given["engine"], len(given["calibrate"])) == ("auto", 3)
+    assert (arguments["engine"], len(arguments["calibrate"])) == ("auto", 3)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (["a", "--model", "b"], "got a and --model b, expected one of them"),
         (["--engine", "torsch"], "no engine 'torsch'; did you mean 'torch'"),
         (
             ["--engine", "openvino", "--dtype", "bfloat16"],
-            "--dtype bfloat16 is supported by torch only; openvino has its own precision",
+            "--dtype bfloat16 is only for torch; openvino has a fixed dtype",
         ),
         (["--calibrate", "images"], "--calibrate needs --engine auto"),
         (["--token", "nothing-of-that-name"], "no such file and no environment variable"),
@@ -155,11 +156,11 @@ def test_images_to_calibrate_on_reach_the_engine(vitrail, weights, started, monk
         (["--workers", "0"], "workers"),
     ],
 )
-def test_invalid_options_are_one_sentence_errors(vitrail, options, words):
+def test_invalid_options_are_one_sentence_errors(vitrail, options, message):
     result = vitrail("serve", *options)
     assert result.status in (1, 2)
-    assert len(result.problems) == 1
-    assert words in result.problems[0]
+    assert len(result.errors) == 1
+    assert message in result.errors[0]
 
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded(vitrail):
@@ -168,14 +169,14 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded(vitrail):
         taken.listen()
         result = vitrail("serve", "/no/such/model", "--port", taken.getsockname()[1])
     assert result.status == 1
-    assert "in use" in result.problems[0]
+    assert "in use" in result.errors[0]
 
 
-def test_what_is_not_installed_is_named(vitrail, weights, monkeypatch):
+def test_missing_package_is_named(vitrail, weights, monkeypatch):
     monkeypatch.setitem(sys.modules, "fastapi", None)
     result = vitrail("serve", weights, "--port", 0)
     assert result.status == 1
-    assert result.problems == ["serving needs fastapi, which is not installed; try pip install 'vitrail[serve]'."]
+    assert result.errors == ["serving needs fastapi, which is not installed; try pip install 'vitrail[serve]'."]
 
 
 def test_help_needs_neither_torch_nor_fastapi():
@@ -185,9 +186,9 @@ def test_help_needs_neither_torch_nor_fastapi():
     assert not {"torch", "fastapi", "uvicorn", "numpy"} & set(done.stderr.split())
 
 
-@pytest.mark.parametrize(("to", "runs", "alone"), [("onnx", "onnxruntime", True), ("pt2", "torch", True)])
+@pytest.mark.parametrize(("to", "engine", "parallel"), [("onnx", "onnxruntime", True), ("pt2", "torch", True)])
 def test_an_exported_file_is_served_by_its_own_engine(
-    vitrail, weights, started, tmp_path, monkeypatch, to, runs, alone
+    vitrail, weights, started, tmp_path, monkeypatch, to, engine, parallel
 ):
     if to == "onnx":
         need_extra("export")
@@ -196,7 +197,7 @@ def test_an_exported_file_is_served_by_its_own_engine(
     assert vitrail("export", weights, path, "--to", to).status == 0
     assert vitrail("serve", path, "--port", 0).status == 0
     served = started["opener"]()
-    assert (served.engine.name, served.parallel_batches, served.model, served.name) == (runs, alone, None, "small")
+    assert (served.engine.name, served.parallel_batches, served.model, served.name) == (engine, parallel, None, "small")
     assert (served.classifies, served.has_features, served.explain_methods) == (True, False, ())
     (tmp_path / "labels.txt").write_text("a\nb\nc\nd\ne\n")
     result = vitrail("serve", path, "--port", 0, "--labels", tmp_path / "labels.txt", "--device", "cpu")
@@ -206,16 +207,16 @@ def test_an_exported_file_is_served_by_its_own_engine(
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (["--image-size", 64], "is already exported: --image-size has no effect"),
         (["--device", "cuda"], "is exported and runs on the CPU only; for cuda, serve the checkpoint it was made from"),
         (["--dtype", "bfloat16"], "has a fixed precision; for bfloat16, export it again or serve the checkpoint"),
     ],
 )
-def test_options_that_cannot_change_an_exported_file_are_rejected(vitrail, started, tmp_path, options, words):
+def test_options_that_cannot_change_an_exported_file_are_rejected(vitrail, started, tmp_path, options, message):
     path = tmp_path / "small.onnx"
     path.write_bytes(b"it is not opened")
     vitrail("serve", path, "--port", 0, *options)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         started["opener"]()

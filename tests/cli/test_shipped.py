@@ -1,4 +1,4 @@
-"""Commands without --model: they use the model that ships, and say so and what it can."""
+"""Commands without --model use the bundled model and print a note with its classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from small_models import gradient, model, small
 
 from vitrail.weights.shipped import DEFAULT_MODEL
 
-TEN = "airplane, automobile, bird, cat, deer, dog, frog, horse, ship and truck"
+CLASSES = "airplane, automobile, bird, cat, deer, dog, frog, horse, ship and truck"
 
 
 @pytest.fixture
@@ -19,68 +19,68 @@ def image(tmp_path: Path) -> Path:
     return tmp_path / "a.png"
 
 
-def test_predict_says_which_model_it_is_and_what_it_knows(vitrail, image):
+def test_predict_notes_the_bundled_model_and_its_classes(vitrail, image):
     result = vitrail("predict", image)
-    assert (result.status, result.problems) == (0, [])
-    which, what = result.notes[-2:]
-    assert which.startswith("no --model was given: using vitrail/cifar10, which ships with vitrail (")
-    assert DEFAULT_MODEL.description in which
-    assert what.startswith(f"its classes are {TEN}; every image is assigned to one of them. ")
-    assert "--model" in what
+    assert (result.status, result.errors) == (0, [])
+    model_note, classes_note = result.notes[-2:]
+    assert model_note.startswith("no --model was given: using vitrail/cifar10, which ships with vitrail (")
+    assert DEFAULT_MODEL.description in model_note
+    assert classes_note.startswith(f"its classes are {CLASSES}; every image is assigned to one of them. ")
+    assert "--model" in classes_note
 
 
-def test_the_answer_is_one_of_the_ten_and_stands_alone(vitrail, image):
+def test_json_has_predictions_of_the_ten_classes(vitrail, image):
     rows = json.loads(vitrail("predict", image, "--json", "--top", 10).out)
-    named = [p["label"] for p in rows[0]["predictions"]]
-    assert sorted(named) == sorted(TEN.replace(" and ", ", ").split(", "))
+    labels = [p["label"] for p in rows[0]["predictions"]]
+    assert sorted(labels) == sorted(CLASSES.replace(" and ", ", ").split(", "))
 
 
-def test_with_a_model_named_nothing_is_introduced(vitrail, image, weights):
-    for named in (weights, DEFAULT_MODEL.name):
-        result = vitrail("predict", image, "-m", named)
+def test_explicit_model_prints_no_note_about_the_bundled_one(vitrail, image, weights):
+    for name in (weights, DEFAULT_MODEL.name):
+        result = vitrail("predict", image, "-m", name)
         assert result.status == 0
         assert "ships with vitrail" not in result.err
 
 
-def test_an_empty_name_is_not_the_same_as_none(vitrail, image):
+def test_empty_model_name_is_an_error(vitrail, image):
     result = vitrail("predict", image, "-m", "")
     assert result.status == 1
-    assert result.problems[0].startswith("got an empty name")
+    assert result.errors[0].startswith("got an empty name")
 
 
-def test_a_folder_that_happens_to_have_its_name_is_not_taken(vitrail, image, tmp_path, monkeypatch):
+def test_local_folder_of_the_same_name_is_ignored(vitrail, image, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model(small()).save("vitrail/cifar10")
     rows = json.loads(vitrail("predict", image, "--json", "--top", 10).out)
     assert len(rows[0]["predictions"]) == 10
 
 
-def test_what_is_asked_of_a_model_is_asked_of_it_too(vitrail, image):
+def test_image_size_option_applies_to_the_bundled_model(vitrail, image):
     assert vitrail("predict", image, "--image-size", 48).status == 0
     result = vitrail("predict", image, "--image-size", 33)
     assert result.status == 1
-    assert "uncovered" in result.problems[0]
+    assert "uncovered" in result.errors[0]
 
 
-def test_it_works_offline_in_a_process_of_its_own(process, image, tmp_path):
+def test_bundled_model_works_offline_in_a_subprocess(process, image, tmp_path):
     result = process("predict", image, cwd=tmp_path)
     assert result.status == 0
     assert result.out.startswith(str(image))
     assert result.notes[-2].startswith("no --model was given: using vitrail/cifar10")
 
 
-def test_models_lists_it(vitrail):
+def test_models_lists_the_bundled_model(vitrail):
     result = vitrail("models")
     assert "vitrail/cifar10              4,017,802      0.5     32  vitrail/cifar10" in result.out
     assert "vitrail/cifar10 ships with vitrail; commands use it without --model" in result.out
 
 
-def test_models_says_nothing_of_it_among_others(vitrail):
+def test_models_omits_the_bundled_model_for_other_patterns(vitrail):
     assert "cifar10" not in vitrail("models", "ViT-*").out
 
 
 @pytest.mark.parametrize("pattern", ["vitrail/cifar10", "cifar", "*cifar10"])
-def test_models_shows_its_settings(vitrail, pattern):
+def test_models_shows_the_settings_of_the_bundled_model(vitrail, pattern):
     result = vitrail("models", pattern)
     assert result.status == 0
     assert "position=rope-2d" in result.out

@@ -1,4 +1,4 @@
-"""`vitrail train`: recipes and settings in, a run folder out, and one clear sentence where that cannot be."""
+"""`vitrail train`: recipes, overrides, run folders, resuming, one-sentence errors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from cli.conftest import Command
-from train.small_runs import contents, lines, one_thread, same_bits
+from training.small_runs import file_contents, identical_weights, logged_metrics, one_thread
 
 import vitrail as package
 from vitrail.recipes import RECIPES
-from vitrail.train.run_folder import RunFolder
+from vitrail.runs.run_folder import RunFolder
 
 TINY = (
     "model.width=16", "model.depth=2", "model.num_heads=2", "model.mlp_dim=32", "batch_size=64", "data.workers=0",
@@ -21,19 +21,19 @@ TINY = (
     "checkpoint_every=4 steps", "device=cpu",
 )  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("quick_disk", "elsewhere")
+pytestmark = pytest.mark.usefixtures("quick_disk", "in_tmp_dir")
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that every test may look at and none may change."""
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, which the tests must not change."""
     folder = tmp_path_factory.mktemp("done") / "run"
     with one_thread():
         package.train("digits", overrides=TINY, out=folder, report=False)
     return folder
 
 
-def test_a_run_says_how_good_it_is_and_where_things_are(vitrail: Command):
+def test_run_prints_its_accuracy_and_its_files(vitrail: Command):
     result = vitrail("train", "digits", *TINY, "compare=('model.position=none',)")
     assert result.status == 0
     words = result.out.split()
@@ -48,26 +48,26 @@ def test_a_run_says_how_good_it_is_and_where_things_are(vitrail: Command):
     assert package.load("runs/digits").labels == tuple("0123456789")
 
 
-def test_json_is_for_machines(vitrail: Command):
+def test_json_has_the_run_its_files_and_scores(vitrail: Command):
     result = vitrail("train", "digits", *TINY, "--no-report", "--json")
-    found = json.loads(result.out)
-    assert found["run"] == "runs/digits"
-    assert found["model"] == "runs/digits/model"
-    assert found["report"] is None
-    assert found["stop_reason"] is None
-    assert found["scores"]["count"] == 359
+    values = json.loads(result.out)
+    assert values["run"] == "runs/digits"
+    assert values["model"] == "runs/digits/model"
+    assert values["report"] is None
+    assert values["stop_reason"] is None
+    assert values["scores"]["count"] == 359
 
 
-def test_the_test_images_have_the_last_word(vitrail: Command):
-    """Digits have a test split; with others held out to choose by, both are told."""
+def test_held_out_and_test_images_are_both_scored(vitrail: Command):
+    """Digits have a test split; with held-out images for model selection, both scores are printed."""
     result = vitrail("train", "digits", *TINY, "data.held_out=0.1", "--no-report", "--json")
-    found = json.loads(result.out)
-    assert (found["scores"]["count"], found["test"]["count"]) == (143, 359)
+    values = json.loads(result.out)
+    assert (values["scores"]["count"], values["test"]["count"]) == (143, 359)
     result = vitrail("train", "--resume", "--no-report")
     assert [line.split("  ")[0] for line in result.out.splitlines()][:2] == ["accuracy", "test accuracy"]
 
 
-def test_a_name_that_is_taken_gets_a_number(vitrail: Command):
+def test_taken_run_name_gets_a_number(vitrail: Command):
     for expected in ("runs/digits", "runs/digits-2", "runs/digits-3"):
         result = vitrail("train", "digits", *TINY, "duration=1 step", "--no-report", "--json")
         assert json.loads(result.out)["run"] == expected
@@ -76,111 +76,119 @@ def test_a_name_that_is_taken_gets_a_number(vitrail: Command):
     assert json.loads(result.out)["run"] == "runs/digits-3"
 
 
-def test_a_named_run_is_found_by_its_name(vitrail: Command):
+def test_run_is_resumed_by_its_name(vitrail: Command):
     assert vitrail("train", "digits", *TINY, "duration=1 step", "name=mine", "--no-report").status == 0
     result = vitrail("train", "digits", "name=mine", "--resume", "--no-report", "--json")
     assert json.loads(result.out)["run"] == "runs/mine"
 
 
-def test_a_folder_that_holds_a_run_is_left_alone(vitrail: Command, done: Path):
-    before = (done / "metrics.jsonl").read_bytes()
-    result = vitrail("train", "digits", *TINY, "--out", done)
+def test_folder_with_a_run_is_not_overwritten(vitrail: Command, finished_run: Path):
+    before = (finished_run / "metrics.jsonl").read_bytes()
+    result = vitrail("train", "digits", *TINY, "--out", finished_run)
     assert result.status == 1
-    assert result.problems == [f"{done} holds a run already (finished); choose another folder with --out."]
-    assert (done / "metrics.jsonl").read_bytes() == before
+    assert result.errors == [f"{finished_run} holds a run already (finished); choose another folder with --out."]
+    assert (finished_run / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_finished_run_prints_its_result_again(vitrail: Command, done: Path):
-    before = contents(done)
-    result = vitrail("train", "--resume", "--out", done, "--no-report", "--json")
+def test_resumed_finished_run_prints_its_result(vitrail: Command, finished_run: Path):
+    before = file_contents(finished_run)
+    result = vitrail("train", "--resume", "--out", finished_run, "--no-report", "--json")
     assert result.status == 0
-    last = [line["evaluation"] for line in lines(done) if "evaluation" in line][-1]
+    last = [line["evaluation"] for line in logged_metrics(finished_run) if "evaluation" in line][-1]
     assert json.loads(result.out)["scores"] == last
-    assert contents(done) == before
+    assert file_contents(finished_run) == before
 
 
-def test_a_folder_with_a_space_in_its_name_is_quoted(vitrail: Command, done: Path):
-    shutil.copytree(done, "my cut")
+def test_folder_name_with_a_space_is_quoted(vitrail: Command, finished_run: Path):
+    shutil.copytree(finished_run, "my cut")
     result = vitrail("train", "--resume", "--out", "my cut", "--no-report")
     assert "vitrail predict --model 'my cut' IMAGE" in result.out
 
 
-def test_the_same_command_may_be_given_again_with_resume(vitrail: Command, done: Path):
-    result = vitrail("train", "digits", *TINY, "--data", "digits", "--resume", "--out", done, "--no-report")
+def test_same_command_with_resume_is_accepted(vitrail: Command, finished_run: Path):
+    result = vitrail("train", "digits", *TINY, "--data", "digits", "--resume", "--out", finished_run, "--no-report")
     assert result.status == 0, result.err
 
 
 @pytest.mark.parametrize(
     "settings", [["optim.lr=0.1"], ["seed=1"], ["schedule.warmup=1 step"], ["batch_size=32"], ["--data", "mnist"]]
 )
-def test_a_run_cannot_change_what_it_computes(vitrail: Command, done: Path, settings: list[str]):
-    result = vitrail("train", "--resume", "--out", done, *settings)
+def test_settings_that_change_the_result_cannot_change_on_resume(
+    vitrail: Command, finished_run: Path, settings: list[str]
+):
+    result = vitrail("train", "--resume", "--out", finished_run, *settings)
     assert result.status == 1
-    assert len(result.problems) == 1
+    assert len(result.errors) == 1
     name = "data.source" if "--data" in settings else settings[0].partition("=")[0]
-    assert result.problems[0].startswith(f"{name} is ")
+    assert result.errors[0].startswith(f"{name} is ")
     assert "cannot change when a run is resumed: its result would differ" in result.err
     assert "What can change: checkpoint_every, " in result.err
 
 
-def test_a_finished_run_can_be_made_longer_and_not_shorter(vitrail: Command, done: Path):
-    shutil.copytree(done, "longer")
+def test_finished_run_can_be_extended_but_not_shortened(vitrail: Command, finished_run: Path):
+    shutil.copytree(finished_run, "longer")
     result = vitrail("train", "--resume", "--out", "longer", "duration=14 steps", "--no-report")
     assert result.status == 0, result.err
     assert any(note.startswith("the run is extended from 12 to 14 steps: from step 13 on") for note in result.notes)
-    assert lines(Path("longer"))[-1]["step"] == 14
+    assert logged_metrics(Path("longer"))[-1]["step"] == 14
     result = vitrail("train", "--resume", "--out", "longer", "duration=13 steps")
-    assert result.problems == [
+    assert result.errors == [
         "duration=13 steps is 13 steps, fewer than the 14 of the run (14 steps), of which 14 are done: a run can be "
         "made longer when it is resumed, not shorter."
     ]
 
 
-def test_one_command_starts_a_run_and_says_when_it_is_finished(vitrail: Command):
+def test_auto_resume_starts_a_run_and_reports_completion(vitrail: Command):
     command = ["train", "digits", *TINY, "batch_size=auto", "--no-report", "--json", "--auto-resume"]
     first = vitrail(*command)
     assert first.status == 0, first.err
-    before = contents(Path("runs"))
-    again = vitrail(*command)
-    assert again.status == 0
-    assert again.notes == ["the run in runs/digits is finished; there is nothing to do."]
-    assert json.loads(again.out) == json.loads(first.out)
-    assert contents(Path("runs")) == before
-    assert vitrail(*command, "--resume").problems == [
+    before = file_contents(Path("runs"))
+    repeated = vitrail(*command)
+    assert repeated.status == 0
+    assert repeated.notes == ["the run in runs/digits is finished; there is nothing to do."]
+    assert json.loads(repeated.out) == json.loads(first.out)
+    assert file_contents(Path("runs")) == before
+    assert vitrail(*command, "--resume").errors == [
         "resume and auto_resume cannot be combined: auto_resume starts or resumes as needed."
     ]
 
 
-def test_a_run_cannot_become_another_network(vitrail: Command, done: Path):
-    result = vitrail("train", "--resume", "--out", done, "--model", "ViT-Ti/4")
-    assert result.problems == ["--model ViT-Ti/4 cannot change when a run is resumed. Start a new run instead."]
+def test_model_cannot_change_on_resume(vitrail: Command, finished_run: Path):
+    result = vitrail("train", "--resume", "--out", finished_run, "--model", "ViT-Ti/4")
+    assert result.errors == ["--model ViT-Ti/4 cannot change when a run is resumed. Start a new run instead."]
 
 
-def test_a_run_may_change_how_it_is_watched_and_spread(vitrail: Command, done: Path):
-    watched = ["log_every=1 step", "grad_accum_steps=2", "data.workers=1", "on_nan=skip", "gradient_checkpointing=true"]
-    result = vitrail("train", "--resume", "--out", done, *watched, "--no-report")
+def test_logging_and_execution_settings_can_change_on_resume(vitrail: Command, finished_run: Path):
+    settings = [
+        "log_every=1 step",
+        "grad_accum_steps=2",
+        "data.workers=1",
+        "on_nan=skip",
+        "gradient_checkpointing=true",
+    ]
+    result = vitrail("train", "--resume", "--out", finished_run, *settings, "--no-report")
     assert result.status == 0, result.err
 
 
-def test_settings_of_a_run_run_again_with_the_same_bits(vitrail: Command, done: Path):
-    result = vitrail("train", done / "config.json", "--out", "again", "--no-report")
+def test_config_json_of_a_run_reproduces_its_bits(vitrail: Command, finished_run: Path):
+    result = vitrail("train", finished_run / "config.json", "--out", "again", "--no-report")
     assert result.status == 0, result.err
-    assert same_bits(Path("again"), done)
-    assert lines(Path("again")) == lines(done)
-    assert RunFolder(Path("again")).read_config() == RunFolder(done).read_config()
+    assert identical_weights(Path("again"), finished_run)
+    assert logged_metrics(Path("again")) == logged_metrics(finished_run)
+    assert RunFolder(Path("again")).read_config() == RunFolder(finished_run).read_config()
 
 
-def test_settings_may_lie_in_any_file(vitrail: Command, done: Path):
-    """And it is that file which is read, whatever lies beside it."""
-    settings = json.loads((done / "config.json").read_text())
+def test_config_is_read_from_any_file(vitrail: Command, finished_run: Path):
+    """The named file is read, not a config.json beside it."""
+    settings = json.loads((finished_run / "config.json").read_text())
     Path("config.json").write_text("{}")
     Path("mine.json").write_text(json.dumps(settings | {"duration": "2 steps", "name": "mine"}))
     result = vitrail("train", "mine.json", "--no-report", "--json")
     assert json.loads(result.out)["run"] == "runs/mine"
-    assert lines(Path("runs/mine"))[-1]["step"] == 2
+    assert logged_metrics(Path("runs/mine"))[-1]["step"] == 2
 
 
-def test_another_network_by_name(vitrail: Command):
+def test_model_option_selects_the_network(vitrail: Command):
     result = vitrail("train", "digits", "--model", "ViT-Ti/4", *TINY[4:], "duration=1 step", "--no-report")
     assert result.status == 0, result.err
     assert package.load("runs/digits").config.width == 192
@@ -194,13 +202,13 @@ def test_recipes_are_listed(vitrail: Command):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["digit"], "no recipe is called 'digit'; did you mean 'digits'?"),
         (["nothing.json"], "nothing.json cannot be read: No such file or directory."),
         (["digits", "optim.learning=1"], "no setting 'optim.learning': OptimConfig has no 'learning'"),
-        (["digits", "optm.lr=1"], "no setting 'optm.lr': TrainConfig has no 'optm'; did you mean 'optim'?"),
-        (["digits", "optim.lr", "0.1"], "got two recipes, digits and optim.lr; settings are written KEY=VALUE."),
+        (["digits", "optm.lr=1"], "no setting 'optm.lr': TrainConfig has no 'optm'; did you mean 'optim.lr'?"),
+        (["digits", "optim.lr", "0.1"], "the setting optim.lr has no value; settings are written optim.lr=VALUE."),
         (["digits", "optim.lr=fast"], "OptimConfig.lr expects float, got 'fast'."),
         (["digits", "batch_size=0"], "batch_size=0: one image or more."),
         (
@@ -231,11 +239,11 @@ def test_recipes_are_listed(vitrail: Command):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_is_one_sentence(vitrail: Command, arguments: list[str], words: str):
+def test_invalid_arguments_are_one_sentence_errors(vitrail: Command, arguments: list[str], message: str):
     result = vitrail("train", *arguments)
     assert result.status == 1
-    assert len(result.problems) == 1
-    assert words in result.problems[0]
+    assert len(result.errors) == 1
+    assert message in result.errors[0]
     assert "Traceback" not in result.err
     assert "unexpected error" not in result.err
     assert result.out == ""
@@ -243,15 +251,15 @@ def test_what_cannot_be_is_one_sentence(vitrail: Command, arguments: list[str], 
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "3", '{"batch": "many"}', '{"color": "red"}'])
-def test_a_file_that_holds_no_settings(vitrail: Command, content: str):
+def test_file_without_a_config_is_an_error(vitrail: Command, content: str):
     Path("mine.json").write_text(content)
     result = vitrail("train", "mine.json")
     assert result.status == 1
-    assert result.problems[0].startswith("mine.json is not the config of a run: ")
+    assert result.errors[0].startswith("mine.json is not the config of a run: ")
 
 
-def test_settings_may_come_in_any_order(vitrail: Command, done: Path):
-    """Each alone would be refused."""
-    teach = ["objective=distill", f"distill.teacher={done}", "model.width=27", "model.num_heads=3"]
-    result = vitrail("train", "digits", *TINY[1:2], *TINY[3:], *teach, "duration=1 step", "--no-report")
+def test_overrides_are_validated_together(vitrail: Command, finished_run: Path):
+    """Each override alone would be invalid."""
+    distill = ["objective=distill", f"distill.teacher={finished_run}", "model.width=27", "model.num_heads=3"]
+    result = vitrail("train", "digits", *TINY[1:2], *TINY[3:], *distill, "duration=1 step", "--no-report")
     assert result.status == 0, result.err

@@ -13,27 +13,27 @@ from rich.console import Console
 from sklearn.datasets import load_digits
 
 import vitrail as package
-from vitrail.api.vtab import TaskScore, VtabResult
 from vitrail.cli.vtab import format_vtab
-from vitrail.evaluate.intervals import proportion
-from vitrail.evaluate.vtab_tasks import TASKS, group_means
+from vitrail.evaluation.intervals import proportion
+from vitrail.evaluation.vtab_tasks import TASKS, group_means
+from vitrail.vtab import TaskScore, VtabResult
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Digits by number as one task, in lists; small or large as another, in folders."""
+    """Two tasks made of digits: the digit, with file lists, and small or large, with class folders."""
     root = tmp_path_factory.mktemp("vtab")
     digits = load_digits()
     lists: dict[str, list[str]] = {"train800": [], "val200": [], "test": []}
     for i, (pixels, number) in enumerate(zip(digits.images[:180], digits.target[:180], strict=True)):
-        part = "test" if i % 3 == 0 else "val200" if i % 3 == 1 and i % 2 else "train800"
+        split = "test" if i % 3 == 0 else "val200" if i % 3 == 1 and i % 2 else "train800"
         image = Image.fromarray((pixels * 15).astype(np.uint8)).resize((32, 32)).convert("RGB")
         path = root / "svhn" / "images" / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         image.save(path)
-        lists[part].append(f"images/{i}.png {number}")
+        lists[split].append(f"images/{i}.png {number}")
         size = "large" if number >= 5 else "small"
-        path = root / "eurosat" / ("test" if part == "test" else "train") / size / f"{i}.png"
+        path = root / "eurosat" / ("test" if split == "test" else "train") / size / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         image.save(path)
     for name, lines in lists.items():
@@ -41,21 +41,21 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_frozen_features_learn_the_tasks_that_are_there(vitrail, weights, tasks):
+def test_linear_probe_scores_the_available_tasks(vitrail, weights, tasks):
     result = vitrail("vtab", "-m", weights, "--root", tasks, "--method", "linear", "--json", "--device", "cpu")
-    found = json.loads(result.out)
-    scores = {score["task"]: score for score in found["tasks"]}
+    report = json.loads(result.out)
+    scores = {score["task"]: score for score in report["tasks"]}
     assert list(scores) == ["svhn", "eurosat"]
     assert scores["svhn"]["count"] == scores["eurosat"]["count"] == 60
-    assert scores["svhn"]["value"] > 0.4  # a tenth by chance, from a network that has learned nothing
+    assert scores["svhn"]["value"] > 0.4  # chance is 0.1; the network is untrained
     assert scores["eurosat"]["value"] > 0.6
     assert scores["svhn"]["low"] < scores["svhn"]["value"] < scores["svhn"]["high"]
     assert set(scores["svhn"]["chosen"]) == {"C"}
-    assert len(found["missing"]) == 17
-    assert found["means"] == {}
+    assert len(report["missing"]) == 17
+    assert report["means"] == {}
 
 
-def test_people_are_told_what_is_missing_and_how_to_lay_it_out(vitrail, weights, tasks):
+def test_missing_tasks_and_their_layout_are_printed(vitrail, weights, tasks):
     result = vitrail("vtab", "-m", weights, "--root", tasks, "--method", "linear", "--tasks", "SVHN", "--device", "cpu")
     lines = result.out.splitlines()
     assert lines[1].split()[:2] == ["Natural", "SVHN"]
@@ -64,7 +64,7 @@ def test_people_are_told_what_is_missing_and_how_to_lay_it_out(vitrail, weights,
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         (("--method", "magic"), "method='magic': expected finetune or linear."),
         (("--lr", "fast"), "--lr expects numbers such as 0.003,0.01, got 'fast'."),
@@ -72,17 +72,17 @@ def test_people_are_told_what_is_missing_and_how_to_lay_it_out(vitrail, weights,
         (("--tasks", "dtd"), "does not contain the task dtd; expected a folder such as dtd."),
     ],
 )
-def test_what_cannot_be_is_one_sentence(vitrail, weights, tasks, options, sentence):
+def test_invalid_options_are_one_sentence_errors(vitrail, weights, tasks, options, message):
     result = vitrail("vtab", "-m", weights, "--root", tasks, *options)
     assert result.status == 1
-    assert sentence in result.problems[0]
+    assert message in result.errors[0]
 
 
 @pytest.mark.slow
 def test_fine_tuning_follows_the_protocol(vitrail, weights, tasks, tmp_path):
-    """A rate chosen on the 200, then all 1,000 learn; a second call finds its runs finished."""
-    given = ("--steps", "8", "--lr", "0.03,0.1", "--image-size", "32", "--device", "cpu", "--out", tmp_path, "--json")
-    command = ("vtab", "-m", weights, "--root", tasks, "--tasks", "svhn", *given)
+    """The learning rate is chosen on val200, then all 1,000 images are used; a second call reuses the runs."""
+    options = ("--steps", "8", "--lr", "0.03,0.1", "--image-size", "32", "--device", "cpu", "--out", tmp_path, "--json")
+    command = ("vtab", "-m", weights, "--root", tasks, "--tasks", "svhn", *options)
     result = vitrail(*command)
     assert result.status == 0, result.err
     [score] = json.loads(result.out)["tasks"]
@@ -90,19 +90,19 @@ def test_fine_tuning_follows_the_protocol(vitrail, weights, tasks, tmp_path):
     best = f"1000-lr-{score['chosen']['lr']:g}"
     assert names == {"800.parquet", "1000.parquet", "800-lr-0.03", "800-lr-0.1", best}
     rows = [line.split() for line in (tasks / "svhn" / "test.txt").read_text().splitlines()]
-    learned = package.load(tmp_path / "svhn" / best)
-    said = learned.predict([tasks / "svhn" / path for path, _ in rows], top=1)
-    assert score["value"] == np.mean([p[0].label == number for p, (_, number) in zip(said, rows, strict=True)])
+    tuned = package.load(tmp_path / "svhn" / best)
+    predictions = tuned.predict([tasks / "svhn" / path for path, _ in rows], top=1)
+    assert score["value"] == np.mean([p[0].label == number for p, (_, number) in zip(predictions, rows, strict=True)])
     assert json.loads(vitrail(*command).out)["tasks"] == [score]
 
 
-def test_means_stand_beside_their_intervals():
+def test_means_are_printed_with_their_intervals():
     scores = tuple(TaskScore(task, proportion(300 + i, 500), 500, {"C": 1.0}) for i, task in enumerate(TASKS.values()))
-    found = VtabResult("linear", scores, (), group_means({s.task.name: (s.accuracy.value, s.count) for s in scores}))
+    result = VtabResult("linear", scores, (), group_means({s.task.name: (s.accuracy.value, s.count) for s in scores}))
     console = Console(width=100, file=io.StringIO())
-    for part in format_vtab(found, Path("vtab-1k")):
+    for part in format_vtab(result, Path("vtab-1k")):
         console.print(part)
     [line] = [line for line in console.file.getvalue().splitlines() if line.startswith("VTAB score")]
-    mean = found.means["VTAB"]
+    mean = result.means["VTAB"]
     assert f"61.80 %   {100 * mean.low:.1f} to {100 * mean.high:.1f}" in line
-    assert found.to_dict()["means"]["VTAB"]["low"] == mean.low
+    assert result.to_dict()["means"]["VTAB"]["low"] == mean.low

@@ -1,4 +1,4 @@
-"""Settings: checked at birth, JSON both ways, dotted overrides, errors that name the fix."""
+"""Configs: validation, JSON round trip, dotted overrides, errors with suggestions."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_sizes_may_be_one_number_or_two() -> None:
     layer_scale=st.sampled_from([None, 0.1, 1e-5]),
     norm_eps=st.floats(1e-12, 1e-3),
 )
-def test_json_and_back_is_the_identity(**options: object) -> None:
+def test_json_round_trip_is_the_identity(**options: object) -> None:
     config = ViTConfig(**options | ({"patch_size": 2} if options["stem"] else {}))  # type: ignore[arg-type]
     assert ViTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_other_configs_survive_json_too() -> None:
+def test_json_round_trip_of_other_configs() -> None:
     for config in (
         BiTConfig(layers=(1, 2), root_pad="none"),
         PreprocessConfig(mean=(0.5,), std=(0.1,), crop_rounding="floor"),
@@ -48,14 +48,14 @@ def test_overrides_follow_dotted_paths() -> None:
     assert (changed.num_heads, changed.stem.width_factor, changed.layer_scale, changed.pool) == (4, 2.0, None, "gap")
     assert changed.image_size == (64, 128)
     assert changed.norm_eps == 1e-5
-    assert config.num_heads == 12, "the original stays"
+    assert config.num_heads == 12, "the original is unchanged"
 
 
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
         ("num_head=4", "ViTConfig has no 'num_head'; did you mean 'num_heads'"),
-        ("stem.widht_factor=2", "did you mean 'width_factor'"),
+        ("stem.widht_factor=2", "did you mean 'stem.width_factor'"),
         ("num_heads.x=2", "'num_heads' is 12, which has no parts"),
         ("num_heads", "expected key=value"),
         ("num_heads=four", "ViTConfig.num_heads expects int, got 'four'"),
@@ -65,7 +65,7 @@ def test_overrides_follow_dotted_paths() -> None:
         ("num_heads=5", "width=768 is not divisible into num_heads=5"),
     ],
 )
-def test_wrong_overrides_name_the_nearest_right_one(assignment: str, message: str) -> None:
+def test_invalid_overrides_are_errors_with_suggestions(assignment: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         override(ViTConfig(stem=StemConfig(), patch_size=1), [assignment])
 

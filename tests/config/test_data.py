@@ -26,7 +26,7 @@ from vitrail.errors import ConfigError
         ({"source": 3}, "DataConfig.source expects str, got 3"),
     ],
 )
-def test_data_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_data_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DataConfig(**settings)
 
@@ -51,13 +51,13 @@ def test_data_that_cannot_be_is_refused(settings: dict[str, Any], message: str) 
         ({"policy": "auto"}, "is not one of its values"),
     ],
 )
-def test_augmentation_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_augmentation_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AugmentConfig(**settings)
 
 
 @pytest.mark.parametrize("name", ["mixup", "cutmix", "magnitude_std"])
-def test_what_is_not_a_number_is_refused(name: str) -> None:
+def test_nan_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError):
         AugmentConfig(**{name: math.nan})
 
@@ -72,7 +72,7 @@ def test_what_is_not_a_number_is_refused(name: str) -> None:
         ({"mix_prob": 0.5}, False),
     ],
 )
-def test_mixing_is_on_when_a_kind_of_it_is(settings: dict[str, Any], mixes: bool) -> None:
+def test_mixing_is_on_with_mixup_or_cutmix(settings: dict[str, Any], mixes: bool) -> None:
     assert AugmentConfig(**settings).mixes == mixes
 
 
@@ -83,7 +83,7 @@ def test_mixing_is_on_when_a_kind_of_it_is(settings: dict[str, Any], mixes: bool
     resident=st.sampled_from([None, True, False]),
     workers=st.none() | st.integers(0, 64),
 )
-def test_data_settings_survive_json(**settings: Any) -> None:
+def test_json_round_trip_of_data_settings(**settings: Any) -> None:
     config = DataConfig(**settings)
     assert DataConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -94,7 +94,7 @@ def test_data_settings_survive_json(**settings: Any) -> None:
     mixup=st.floats(0, 10),
     num_ops=st.integers(0, 5),
 )
-def test_augmentation_settings_survive_json(**settings: Any) -> None:
+def test_json_round_trip_of_augmentation_settings(**settings: Any) -> None:
     config = AugmentConfig(**settings)
     assert AugmentConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 

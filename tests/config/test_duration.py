@@ -1,4 +1,4 @@
-"""Durations: written with their unit, counted in steps, the same after JSON."""
+"""Durations: parsing, conversion to steps, JSON round trip."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from vitrail.errors import ConfigError
         ("0 steps", steps(0)),
     ],
 )
-def test_the_ways_to_write_one(text: str, expected: Duration) -> None:
+def test_durations_are_parsed(text: str, expected: Duration) -> None:
     assert Duration.from_text(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["5", "epochs", "five epochs", "-1 steps", "5 minutes", "5 epochs more", "", "k steps"]
 )
-def test_what_is_no_duration_is_refused_with_examples(text: str) -> None:
+def test_invalid_durations_are_rejected_with_examples(text: str) -> None:
     with pytest.raises(ConfigError, match=r"expected a duration with its unit: 5 epochs, 10k steps or 1\.2m images"):
         Duration.from_text(text)
 
 
 @pytest.mark.parametrize("text", ["1_ steps", "1__0 steps"])
-def test_misplaced_underscores_are_refused_like_any_other_mistake(text: str) -> None:
+def test_misplaced_underscores_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError):
         Duration.from_text(text)
 
 
 @pytest.mark.parametrize("count", [-1, math.inf, math.nan])
-def test_it_lasts_a_while_and_ends(count: float) -> None:
+def test_negative_and_non_finite_counts_are_rejected(count: float) -> None:
     with pytest.raises(ConfigError, match=r"0 or more|float"):
         steps(count)
 
@@ -69,7 +69,7 @@ def test_it_lasts_a_while_and_ends(count: float) -> None:
         (epochs(0), 32, 100, 0),
     ],
 )
-def test_steps_cover_it(duration: Duration, batch: int, size: int, expected: int) -> None:
+def test_to_steps_rounds_up(duration: Duration, batch: int, size: int, expected: int) -> None:
     assert duration.to_steps(batch_size=batch, images=size) == expected
 
 
@@ -79,24 +79,24 @@ def test_whole_epochs_are_counted_exactly(count: int, batch_size: int, size: int
 
 
 @pytest.mark.parametrize("duration", [steps(3), images(96)])
-def test_steps_and_images_need_no_size_of_the_data(duration: Duration) -> None:
-    """As a plain stream's, which nobody has counted."""
+def test_steps_and_images_do_not_need_the_dataset_size(duration: Duration) -> None:
+    """A plain stream has no known size."""
     assert duration.to_steps(batch_size=32, images=0) == 3
 
 
-def test_it_is_spoken_of_in_words() -> None:
+def test_str_has_the_count_and_the_unit() -> None:
     assert [str(d) for d in (steps(1), steps(2), epochs(0.5), images(1_200_000))] == [
         "1 step", "2 steps", "0.5 epochs", "1200000 images"
     ]  # fmt: skip
 
 
 @given(count=st.floats(0, 1e30), unit=st.sampled_from(["steps", "epochs", "images"]))
-def test_any_duration_survives_json(count: float, unit: str) -> None:
+def test_json_round_trip_of_any_duration(count: float, unit: str) -> None:
     schedule = ScheduleConfig(warmup=Duration(count=count, unit=unit))  # type: ignore[arg-type]
     assert ScheduleConfig.from_dict(json.loads(json.dumps(schedule.to_dict()))) == schedule
 
 
-def test_it_is_set_like_any_other_setting() -> None:
+def test_durations_can_be_overridden() -> None:
     changed = override(ScheduleConfig(), ["warmup=5 epochs", "cooldown=2k steps"])
     assert (changed.warmup, changed.cooldown) == (epochs(5), steps(2000))
     with pytest.raises(ConfigError, match="expected a duration with its unit"):
@@ -105,6 +105,6 @@ def test_it_is_set_like_any_other_setting() -> None:
         override(ScheduleConfig(), ["warmup=5"])
 
 
-def test_none_at_all_is_false() -> None:
+def test_zero_duration_is_false() -> None:
     assert not steps(0)
     assert epochs(0.1)

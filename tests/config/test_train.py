@@ -1,4 +1,4 @@
-"""Settings of a run: every one is checked, survives JSON and can be overridden."""
+"""TrainConfig and its sections: validation, JSON round trip, overrides."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ RUN = TrainConfig(model=ViTConfig(image_size=32, patch_size=4, num_classes=0))
         (ScheduleConfig, {"kind": "cosin"}, "did you mean 'cosine'"),
     ],
 )
-def test_what_cannot_be_is_refused(kind: type[Config], settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_rejected(kind: type[Config], settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         kind(**settings)
 
@@ -68,7 +68,7 @@ def test_what_cannot_be_is_refused(kind: type[Config], settings: dict[str, Any],
         (DistillConfig, "temperature", 0.0),
     ],
 )
-def test_numbers_that_would_ruin_a_run_are_refused(kind: type[Config], name: str, value: float) -> None:
+def test_nan_infinite_and_out_of_range_numbers_are_rejected(kind: type[Config], name: str, value: float) -> None:
     with pytest.raises(ConfigError):
         kind(**{name: value})
 
@@ -90,18 +90,18 @@ def test_numbers_that_would_ruin_a_run_are_refused(kind: type[Config], name: str
         ({"evaluate_every": "often"}, "expected a duration with its unit"),
     ],
 )
-def test_parts_that_do_not_fit_together_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_inconsistent_settings_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RUN.replace(**changes)
 
 
 @pytest.mark.parametrize("changes", [{"log_every": steps(0)}, {"checkpoint_every": steps(0)}, {"patience": 0}])
-def test_every_so_often_is_not_never(changes: dict[str, Any]) -> None:
+def test_zero_intervals_and_patience_are_rejected(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         RUN.replace(**changes)
 
 
-def test_a_run_survives_json_with_all_its_parts() -> None:
+def test_json_round_trip_of_runs() -> None:
     for config in (
         RUN,
         TrainConfig(model=BiTConfig(layers=(1, 2)), seed=7, batch_size="auto", ema=0.999, evaluate_every=None),
@@ -120,13 +120,13 @@ def test_a_run_survives_json_with_all_its_parts() -> None:
         assert TrainConfig.from_dict(json.loads(text)) == config
 
 
-def test_the_model_keeps_its_kind() -> None:
-    again = TrainConfig.from_dict(TrainConfig(model=BiTConfig()).to_dict())
-    assert isinstance(again.model, BiTConfig)
+def test_json_round_trip_keeps_the_type_of_the_model() -> None:
+    loaded = TrainConfig.from_dict(TrainConfig(model=BiTConfig()).to_dict())
+    assert isinstance(loaded.model, BiTConfig)
     assert isinstance(TrainConfig.from_dict(RUN.to_dict()).model, ViTConfig)
 
 
-def test_overrides_reach_every_part() -> None:
+def test_overrides_reach_every_section() -> None:
     changed = override(
         RUN,
         [
@@ -162,14 +162,14 @@ def test_overrides_reach_every_part() -> None:
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("optim.lrr=1", "did you mean 'lr'"),
-        ("optimizer.lr=1", "did you mean 'optim'"),
-        ("schedule.warm=1 step", "did you mean 'warmup'"),
+        ("optim.lrr=1", "did you mean 'optim.lr'"),
+        ("optimizer.lr=1", "did you mean 'optim.lr'"),
+        ("schedule.warm=1 step", "did you mean 'schedule.warmup'"),
         ("optim=3", "OptimConfig"),
         ("seed=1.5", "TrainConfig.seed expects int, got 1.5"),
         ("optim.trainable=last", "is not one of its values; it is a whole number, all or head."),
     ],
 )
-def test_wrong_overrides_name_the_nearest_right_one(assignment: str, message: str) -> None:
+def test_invalid_overrides_are_errors_with_suggestions(assignment: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         override(RUN, [assignment])

@@ -19,8 +19,9 @@ from sklearn.datasets import load_sample_image
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
 from vitrail.data.augment.crop import crop_boxes
 from vitrail.data.batch import Batch
+from vitrail.data.batches import evaluation_batches, training_batches
 from vitrail.data.decode import decode
-from vitrail.data.loader import Loader, ResidentLoader, WorkerLoader, evaluation_batches, training_batches
+from vitrail.data.loader import Loader, ResidentLoader, WorkerLoader
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sampler import Sampler
 from vitrail.errors import ConfigError, DataError

@@ -13,7 +13,8 @@ from PIL import Image
 
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
 from vitrail.data.bad_images import BadImages
-from vitrail.data.loader import Loader, ResidentLoader, evaluation_batches, training_batches
+from vitrail.data.batches import evaluation_batches, training_batches
+from vitrail.data.loader import Loader, ResidentLoader
 from vitrail.errors import DataError
 
 SMALL = PreprocessConfig(image_size=16)

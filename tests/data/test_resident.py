@@ -16,7 +16,8 @@ from PIL import Image
 
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
 from vitrail.data import resident
-from vitrail.data.loader import Loader, ResidentLoader, WorkerLoader, training_batches
+from vitrail.data.batches import training_batches
+from vitrail.data.loader import Loader, ResidentLoader, WorkerLoader
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sampler import Sampler
 from vitrail.data.transforms import EvalTransform, OriginalPixels

@@ -16,7 +16,8 @@ from PIL import Image
 
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
 from vitrail.data.batch import Batch
-from vitrail.data.loader import Loader, training_batches
+from vitrail.data.batches import training_batches
+from vitrail.data.loader import Loader
 from vitrail.data.sources.stream import ShardStream
 from vitrail.errors import DataError, TrainError
 

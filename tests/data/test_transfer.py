@@ -13,7 +13,8 @@ from images import encoded
 from PIL import Image
 
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
-from vitrail.data.loader import Loader, WorkerLoader, training_batches
+from vitrail.data.batches import training_batches
+from vitrail.data.loader import Loader, WorkerLoader
 from vitrail.data.transfer import BatchTransfer, CudaBatchTransfer, TargetTable, make_transfer
 from vitrail.data.worker_pool import FinishedBatch, InlinePool
 

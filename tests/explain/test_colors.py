@@ -1,4 +1,4 @@
-"""Features as colors: principal components, against scikit-learn's."""
+"""Features as colors: principal components compared with scikit-learn's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from compare import randomized
-from explain.test_attention import KINDS, image
+from explain.test_attention import CONFIGS, random_images
 from sklearn.decomposition import PCA
 from small_models import small
 
@@ -17,25 +17,25 @@ from vitrail.explain.colors import principal_components
 from vitrail.models import build
 
 
-def test_components_are_scikit_learns_but_for_the_sign():
+def test_components_equal_scikit_learns_up_to_the_sign():
     features = torch.randn(2, 3, 4, 10, generator=torch.Generator().manual_seed(1))
     got = principal_components(features).reshape(-1, 3).numpy()
     expected = PCA(3, svd_solver="full").fit_transform(features.reshape(-1, 10).double().numpy())
-    for mine, theirs in zip(got.T, expected.T, strict=True):
-        np.testing.assert_allclose(mine * np.sign(mine @ theirs), theirs, atol=1e-9)
+    for ours, theirs in zip(got.T, expected.T, strict=True):
+        np.testing.assert_allclose(ours * np.sign(ours @ theirs), theirs, atol=1e-9)
 
 
-def test_the_sign_does_not_depend_on_the_order_of_the_patches():
+def test_sign_does_not_depend_on_the_order_of_the_patches():
     features = torch.randn(1, 4, 4, 8, generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(principal_components(features.flip(1)), principal_components(features).flip(1))
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_network_can_be_colored(name: str):
-    config = KINDS[name]
+@pytest.mark.parametrize("name", CONFIGS)
+def test_feature_colors_of_every_kind_of_network(name: str):
+    config = CONFIGS[name]
     net = randomized(build(config)).eval()
     for layer in (None, 1, -1):
-        features = patch_features(net, image(config), layer)
+        features = patch_features(net, random_images(config), layer)
         assert features.shape == (2, *config.grid, config.width)
         colors = feature_colors(features)
         assert colors.shape == (2, *config.grid, 3)
@@ -43,14 +43,14 @@ def test_every_kind_of_network_can_be_colored(name: str):
         assert 0.95 < colors.max() <= 1
 
 
-def test_a_layers_features_are_its_patches_without_special_tokens():
+def test_features_of_a_layer_exclude_special_tokens():
     net = randomized(build(small(num_registers=2))).eval()
-    images = image(net.config)
+    images = random_images(net.config)
     tokens = net.features(images, outputs=("tokens",)).tokens
     torch.testing.assert_close(patch_features(net, images, 1).flatten(1, 2), tokens[1][:, 3:])
 
 
-def test_the_foreground_is_what_the_edges_are_not():
+def test_foreground_excludes_patches_similar_to_the_edges():
     """Patches in the middle differ from those along the edges in one direction."""
     generator = torch.Generator().manual_seed(0)
     features = 0.1 * torch.randn(2, 8, 8, 6, generator=generator)
@@ -62,7 +62,7 @@ def test_the_foreground_is_what_the_edges_are_not():
         assert white.sum() == 2 * (64 - 16)
 
 
-def test_what_cannot_be_colored_is_refused():
+def test_unavailable_features_are_an_error():
     net = build(BiTConfig(image_size=32, num_classes=2, layers=(1, 1, 1, 1), width_factor=0.5))
     assert patch_features(net, torch.randn(1, 3, 32, 32)).ndim == 4
     with pytest.raises(ModelError, match="stages instead of layers"):

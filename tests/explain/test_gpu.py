@@ -1,11 +1,11 @@
-"""Looking inside on a GPU: the same maps as on the CPU."""
+"""Explanations on a GPU equal those on the CPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from compare import randomized
-from explain.test_attention import KINDS, image
+from explain.test_attention import CONFIGS, random_images
 from small_models import gradient, model
 
 from vitrail.explain import (
@@ -21,22 +21,22 @@ from vitrail.explain import (
 from vitrail.models import build
 
 pytestmark = pytest.mark.gpu
-CLOSE = {"rtol": 2e-3, "atol": 1e-4}
+TOLERANCE = {"rtol": 2e-3, "atol": 1e-4}
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_the_same_maps(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # torch lets convolutions round, unless told
-    config = KINDS[name]
+@pytest.mark.parametrize("name", CONFIGS)
+def test_explanations_on_gpu_equal_those_on_cpu(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # torch allows TF32 in convolutions by default
+    config = CONFIGS[name]
     net = randomized(build(config)).eval()
-    images, targets = image(config), torch.tensor([1, 3])
-    here = _looked(net, images, targets)
-    there = _looked(net.cuda(), images.cuda(), targets.cuda())
-    for what, value in here.items():
-        torch.testing.assert_close(there[what].cpu().double(), value.double(), msg=what, **CLOSE)
+    images, targets = random_images(config), torch.tensor([1, 3])
+    on_cpu = _explanations(net, images, targets)
+    on_gpu = _explanations(net.cuda(), images.cuda(), targets.cuda())
+    for kind, value in on_cpu.items():
+        torch.testing.assert_close(on_gpu[kind].cpu().double(), value.double(), msg=kind, **TOLERANCE)
 
 
-def _looked(net, images, targets) -> dict[str, torch.Tensor]:
+def _explanations(net, images, targets) -> dict[str, torch.Tensor]:
     views, special = attention_maps(net, images)
     return {
         "rollout": rollout_map(net, images),
@@ -49,8 +49,8 @@ def _looked(net, images, targets) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_whole_look_and_colors():
-    vit = model(KINDS["map"])
+def test_explain_and_feature_colors_run_on_gpu():
+    vit = model(CONFIGS["map"])
     vit.to("cuda")
     explanation = vit.explain(gradient(), faithfulness=True)
     assert set(explanation.faithfulness) == {"rollout", "gradient", "attention", "occlusion", "random"}

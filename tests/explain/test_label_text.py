@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from vitrail.explain.label_text import unique_abbreviations
 
 
-def test_short_names_are_kept_and_long_ones_cut_at_the_end():
+def test_short_names_are_kept_and_long_names_are_cut_at_the_end():
     assert unique_abbreviations(["chain_saw", "church"], 26) == ["chain saw", "church"]
     assert unique_abbreviations(["chain saw", "golden retriever"], 10) == ["chain saw", "golden re…"]
 
 
-def test_names_that_begin_alike_are_cut_in_the_middle():
+def test_names_with_a_common_prefix_are_cut_in_the_middle():
     assert unique_abbreviations(["American black bear", "American black duck"], 12) == ["Ameri…k bear", "Ameri…k duck"]
 
 
-def test_names_are_one_line_without_control_characters():
+def test_line_breaks_and_control_characters_are_escaped():
     assert unique_abbreviations(["a\x1b[31m\x07", "new\nline", "a\x1b[32m\x07"], 16) == [
         r"a\x1b[31m\x07",
         r"new\nline",
@@ -26,7 +26,7 @@ def test_names_are_one_line_without_control_characters():
 
 
 @given(st.sets(st.text("ab_ ", min_size=1, max_size=40), min_size=2, max_size=12), st.integers(10, 30))
-def test_different_names_stay_different(names: set[str], most: int):
-    short = unique_abbreviations(sorted(names), most)
-    assert len(set(short)) == len(names)
-    assert max(map(len, short)) <= most
+def test_abbreviations_are_unique(names: set[str], max_length: int):
+    abbreviations = unique_abbreviations(sorted(names), max_length)
+    assert len(set(abbreviations)) == len(names)
+    assert max(map(len, abbreviations)) <= max_length

@@ -1,4 +1,4 @@
-"""Timelines: frames are what each snapshot gives by itself, patterns do not jump, files can be watched."""
+"""Timelines of a run: arrays of each snapshot, alignment of filters, animations, errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from small_models import small
-from train.small_runs import digits, one_thread, trained
+from training.small_runs import digits_config, one_thread, train_run
 
-from vitrail.api.run_timeline import timeline
 from vitrail.config import BiTConfig, PreprocessConfig, steps
 from vitrail.errors import ConfigError, ModelError, NotFoundError
 from vitrail.explain.animation import (
@@ -36,6 +35,7 @@ from vitrail.explain.filters import filters
 from vitrail.explain.positions import position_similarity
 from vitrail.explain.rollout import rollout_map
 from vitrail.explain.timeline import SUBJECTS, Moment, align_filters, frames
+from vitrail.figures.run_timeline import timeline
 from vitrail.models import build
 from vitrail.weights import checkpoint
 from vitrail.weights.model_info import ModelInfo
@@ -47,92 +47,92 @@ TINY = BiTConfig(layers=(1, 1, 1, 1), width_factor=0.5, image_size=32, num_class
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Half a second of learning with six snapshots."""
+    """A short run with six snapshots."""
     folder = tmp_path_factory.mktemp("followed") / "run"
     with one_thread():
-        trained(digits(snapshot_every=steps(4)), folder)
+        train_run(digits_config(snapshot_every=steps(4)), folder)
     return folder
 
 
-def drawn(folder: Path, **changes: Any) -> dict[str, Path]:
+def draw_timeline(folder: Path, **changes: Any) -> dict[str, Path]:
     return {path.name: path for path in timeline(folder, folder.parent / "figures", **changes)}
 
 
-# The arrays
+# Arrays
 
 
-def test_frames_are_what_each_network_gives_by_itself():
+def test_frames_equal_the_arrays_of_each_network():
     nets = [randomized(build(small()), seed) for seed in range(3)]
     images = torch.randn(4, 3, 32, 32)
-    found = frames(nets, images=images, image=images[:1])
-    assert found.subjects == list(SUBJECTS)
-    assert found.skipped == {}
-    for now, net in enumerate(nets):
-        np.testing.assert_array_equal(found.arrays["positions"][now], position_similarity(net))
-        np.testing.assert_array_equal(found.arrays["distances"][now], attention_distance(net, images).numpy())
-        np.testing.assert_allclose(found.arrays["rollout"][now], rollout_map(net, images[:1])[0].numpy(), rtol=1e-6)
-    assert found.arrays["uniform"].tolist() == [uniform_distance((4, 4), (32, 32))] * 3
-    np.testing.assert_array_equal(found.arrays["filters"][-1], filters(nets[-1])[0])
+    result = frames(nets, images=images, image=images[:1])
+    assert result.subjects == list(SUBJECTS)
+    assert result.skipped == {}
+    for index, net in enumerate(nets):
+        np.testing.assert_array_equal(result.arrays["positions"][index], position_similarity(net))
+        np.testing.assert_array_equal(result.arrays["distances"][index], attention_distance(net, images).numpy())
+        np.testing.assert_allclose(result.arrays["rollout"][index], rollout_map(net, images[:1])[0].numpy(), rtol=1e-6)
+    assert result.arrays["uniform"].tolist() == [uniform_distance((4, 4), (32, 32))] * 3
+    np.testing.assert_array_equal(result.arrays["filters"][-1], filters(nets[-1])[0])
 
 
-def test_only_what_is_asked_for_is_looked_at():
-    found = frames([build(small())], ["filters"])
-    assert set(found.arrays) == {"filters", "shares"}
-    assert found.skipped == {}
+def test_only_requested_subjects_are_computed():
+    result = frames([build(small())], ["filters"])
+    assert set(result.arrays) == {"filters", "shares"}
+    assert result.skipped == {}
 
 
-def test_what_a_model_does_not_have_is_left_out_with_the_reason():
-    found = frames([build(small(position="none"))] * 2)
-    assert found.subjects == ["filters"]
-    assert found.skipped["positions"].startswith("this model has no position embeddings")
-    assert found.skipped["rollout"] == "no image was given."
+def test_unavailable_subjects_are_skipped_with_the_reason():
+    result = frames([build(small(position="none"))] * 2)
+    assert result.subjects == ["filters"]
+    assert result.skipped["positions"].startswith("this model has no position embeddings")
+    assert result.skipped["rollout"] == "no image was given."
     image = torch.zeros(1, 3, 32, 32)
     bit = frames([build(TINY)], images=image, image=image)
     assert bit.arrays == {}
     assert set(bit.skipped) == set(SUBJECTS)
 
 
-def test_an_unknown_subject_is_refused_with_the_nearest():
+def test_unknown_subject_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match=r"no timeline is called 'position'; did you mean 'positions'\?"):
         frames([], ["position"])
 
 
-def patterns(seed: int, count: int, side: int = 3, channels: int = 1) -> np.ndarray:
-    """Orthonormal ones: n p q C."""
+def orthonormal_filters(seed: int, count: int, side: int = 3, channels: int = 1) -> np.ndarray:
+    """Random orthonormal filters, n p q C."""
     values = np.random.default_rng(seed).standard_normal((side * side * channels, count))
     return np.linalg.qr(values)[0].T.reshape(count, side, side, channels)
 
 
 @settings(max_examples=30)
 @given(st.integers(2, 5), st.integers(1, 9), st.integers(0, 99))
-def test_patterns_that_only_change_places_and_signs_stand_still(moments: int, count: int, seed: int):
-    rng, first = np.random.default_rng(seed), patterns(seed, count)
+def test_permuted_and_negated_filters_are_aligned(moments: int, count: int, seed: int):
+    rng, original = np.random.default_rng(seed), orthonormal_filters(seed, count)
     shares = np.sort(rng.random(count))[::-1]
     orders = [rng.permutation(count) for _ in range(moments)]
     signs = rng.choice([-1.0, 1.0], (moments, count, 1, 1, 1))
-    shuffled = np.stack([first[order] * sign for order, sign in zip(orders, signs, strict=True)])
+    shuffled = np.stack([original[order] * sign for order, sign in zip(orders, signs, strict=True)])
     got, weights = align_filters(shuffled, np.stack([shares[order] for order in orders]))
     np.testing.assert_allclose(got, np.broadcast_to(shuffled[-1], got.shape))
     np.testing.assert_allclose(weights, np.broadcast_to(shares[orders[-1]], weights.shape))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_patterns_are_paired_for_the_largest_sum_of_absolute_cosines(seed: int):
-    two = np.stack([patterns(seed, 4, 2), patterns(seed + 100, 4, 2)])
-    got, _ = align_filters(two, np.ones((2, 4)))
-    cosines = two[1].reshape(4, -1) @ two[0].reshape(4, -1).T
+def test_alignment_maximizes_the_sum_of_absolute_cosines(seed: int):
+    pair = np.stack([orthonormal_filters(seed, 4, 2), orthonormal_filters(seed + 100, 4, 2)])
+    got, _ = align_filters(pair, np.ones((2, 4)))
+    cosines = pair[1].reshape(4, -1) @ pair[0].reshape(4, -1).T
     best = max(sum(abs(cosines[i, j]) for i, j in enumerate(order)) for order in permutations(range(4)))
     paired = (got[1].reshape(4, -1) * got[0].reshape(4, -1)).sum(1)
     assert (paired >= 0).all()
     assert paired.sum() == pytest.approx(best)
-    np.testing.assert_array_equal(got[1], two[1])
+    np.testing.assert_array_equal(got[1], pair[1])
 
 
-# The images
+# Images
 
 
 @given(st.integers(1, 100))
-def test_the_strip_has_the_first_the_last_and_ever_longer_steps(count: int):
+def test_strip_has_the_first_and_last_moment_and_growing_gaps(count: int):
     chosen = strip_moments(count)
     assert chosen[0] == 0
     assert chosen[-1] == count - 1
@@ -142,12 +142,12 @@ def test_the_strip_has_the_first_the_last_and_ever_longer_steps(count: int):
     assert count <= 6 or gaps[-1] == gaps.max()
 
 
-def test_a_map_for_each_patch_stands_where_the_patch_is():
-    alike = np.zeros((2, 3, 2, 3))
+def test_similarity_grid_has_each_map_at_its_patch():
+    similarity = np.zeros((2, 3, 2, 3))
     for row in range(2):
         for column in range(3):
-            alike[row, column, row, column] = 1.0
-    image = similarity_grid(alike, 0.0)
+            similarity[row, column, row, column] = 1.0
+    image = similarity_grid(similarity, 0.0)
     side, gap = 16, 4
     bright = (image[..., 3] == 255) & (image[..., 0] > 200)  # viridis ends in yellow
     for row in range(2):
@@ -157,78 +157,80 @@ def test_a_map_for_each_patch_stands_where_the_patch_is():
             assert np.argwhere(tile).tolist() == [[row, column]]
 
 
-def test_many_maps_are_thinned_from_edge_to_edge():
-    alike = np.random.default_rng(0).random((20, 20, 20, 20))
-    alike[0, 0], alike[-1, -1] = 0.0, 1.0
-    image = similarity_grid(alike, 0.0)
+def test_large_similarity_grid_is_subsampled_from_corner_to_corner():
+    similarity = np.random.default_rng(0).random((20, 20, 20, 20))
+    similarity[0, 0], similarity[-1, -1] = 0.0, 1.0
+    image = similarity_grid(similarity, 0.0)
     assert image.shape == (7 * 40 + 6 * 3, 7 * 40 + 6 * 3, 4)
     assert (image[:40, :40] == image[0, 0]).all()
     assert (image[-40:, -40:] == image[-1, -1]).all()
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3])
-def test_patterns_are_gray_where_they_are_nought_and_share_one_scale(channels: int):
-    shapes = np.zeros((2, 4, 4, channels))
-    shapes[0, 0, 0] = 0.5
-    image = filter_grid(shapes, reach=1.0)
+def test_filter_grid_shows_zero_as_gray_on_a_shared_scale(channels: int):
+    weights = np.zeros((2, 4, 4, channels))
+    weights[0, 0, 0] = 0.5
+    image = filter_grid(weights, reach=1.0)
     assert image[0, 0, :3].tolist() == [191] * 3
     assert image[-1, -1, :3].tolist() == [128] * 3
 
 
-def film(subject: str, arrays: dict[str, np.ndarray], **changes: Any) -> Timeline:
+def make_timeline(subject: str, arrays: dict[str, np.ndarray], **changes: Any) -> Timeline:
     count = len(arrays[subject])
     moments = [Moment(10 * i, i / 2, None) for i in range(count)]
     return Timeline(subject, arrays, moments, "test: ViT", **changes)
 
 
-def test_an_animation_keeps_what_stands_still_and_holds_the_end(tmp_path: Path):
+def test_animation_keeps_static_parts_and_holds_the_last_frame(tmp_path: Path):
     values = np.random.default_rng(0).uniform(-0.5, 1, (5, 4, 4, 4, 4))
     measured = [(0.5, 0.4), (2.0, 0.9)]
-    path = draw_animation(film("positions", {"positions": values}, measured=measured), tmp_path / "a.gif")
+    path = draw_animation(make_timeline("positions", {"positions": values}, measured=measured), tmp_path / "a.gif")
     with Image.open(path) as gif:
         assert (gif.n_frames, gif.width, gif.info["loop"]) == (5, 800, 0)
-        times, shown = [], []
+        durations, pixels = [], []
         for number in range(5):
             gif.seek(number)
-            times.append(gif.info["duration"])
-            shown.append(np.asarray(gif.convert("RGB")).astype(int))
-    assert times == [700, 180, 180, 180, 2000]
-    assert shown[0][0, 0].tolist() == [255, 255, 255]  # paper is white
-    changed = np.ptp(np.stack(shown), axis=0).max(-1)
+            durations.append(gif.info["duration"])
+            pixels.append(np.asarray(gif.convert("RGB")).astype(int))
+    assert durations == [700, 180, 180, 180, 2000]
+    assert pixels[0][0, 0].tolist() == [255, 255, 255]  # the background is white
+    changed = np.ptp(np.stack(pixels), axis=0).max(-1)
     height, width = changed.shape
     assert changed[:50].max() == 0  # the title
     assert changed[110 : int(0.7 * height), int(0.86 * width) :].max() == 0  # the scale
     assert (changed[150 : int(0.6 * height), 60 : int(0.6 * width)] > 0).mean() > 0.5  # the maps
 
 
-def test_thirty_frames_of_the_papers_grid_are_less_than_two_megabytes(tmp_path: Path):
-    """14 x 14 positions that turn from noise into rows and columns."""
-    rng, place = np.random.default_rng(0), np.arange(14)[:, None] / 14
-    waves = np.concatenate([np.sin(place * 2**k) for k in range(4)] + [np.cos(place * 2**k) for k in range(4)], 1)
+def test_thirty_frames_of_a_14x14_grid_are_under_two_megabytes(tmp_path: Path):
+    """14 x 14 positions interpolated from noise to sines of row and column."""
+    rng, coordinate = np.random.default_rng(0), np.arange(14)[:, None] / 14
+    waves = np.concatenate(
+        [np.sin(coordinate * 2**k) for k in range(4)] + [np.cos(coordinate * 2**k) for k in range(4)], 1
+    )
     rows, columns = np.repeat(waves, 14, axis=0), np.tile(waves, (14, 1))
-    order, noise = np.concatenate([rows, columns], 1), rng.standard_normal((196, 16))
+    structured, noise = np.concatenate([rows, columns], 1), rng.standard_normal((196, 16))
     values = []
     for share in np.linspace(0, 1, 30):
-        table = share * (order - order.mean(0)) + (1 - share) * noise
+        table = share * (structured - structured.mean(0)) + (1 - share) * noise
         table /= np.linalg.norm(table, axis=1, keepdims=True)
         values.append((table @ table.T).reshape(14, 14, 14, 14))
-    path = draw_animation(film("positions", {"positions": np.stack(values)}), tmp_path / "a.gif")
+    path = draw_animation(make_timeline("positions", {"positions": np.stack(values)}), tmp_path / "a.gif")
     assert path.stat().st_size < 2_000_000
 
 
-def test_colors_of_the_scale_survive_the_palette(tmp_path: Path):
+def test_palette_keeps_the_colors_of_the_scale(tmp_path: Path):
     from matplotlib import colormaps
 
     ramp = (255 * colormaps[HEAT](np.linspace(0, 1, 256))[None, :, :3]).round().astype(np.uint8).repeat(20, 0)
     white = np.full_like(ramp, 255)
-    two = [np.concatenate([ramp, white]), np.concatenate([white, ramp])]
-    with Image.open(save_gif(two, tmp_path / "a.gif")) as gif:
-        seen = np.asarray(gif.convert("RGB")).astype(int)
-    assert np.abs(seen[:20] - ramp).max() <= 4
-    assert (seen[20:] == 255).all()
+    images = [np.concatenate([ramp, white]), np.concatenate([white, ramp])]
+    with Image.open(save_gif(images, tmp_path / "a.gif")) as gif:
+        decoded = np.asarray(gif.convert("RGB")).astype(int)
+    assert np.abs(decoded[:20] - ramp).max() <= 4
+    assert (decoded[20:] == 255).all()
 
 
-def test_a_strip_names_its_moments_and_only_the_scores_that_were_measured_then():
+def test_strip_titles_have_the_epoch_and_measured_scores():
     values = np.random.default_rng(0).random((3, 4, 4))
     moments = [Moment(0, 0.0), Moment(20, 1.02), Moment(60, 3.06, 0.913)]
     image = np.zeros((8, 8, 3), np.uint8)
@@ -237,19 +239,19 @@ def test_a_strip_names_its_moments_and_only_the_scores_that_were_measured_then()
     assert titles == ["", "epoch 0\n", "epoch 1.02\n", "epoch 3.06\ntop-1 91.3 %", ""]  # the image and the scale
 
 
-# Of a run
+# Timelines of a run
 
 
-def test_a_run_is_followed_from_its_first_step_to_its_last(run: Path):
-    told: list[tuple[int, int]] = []
-    paths = drawn(run, watch=lambda done, whole: told.append((done, whole)))
+def test_timeline_has_all_snapshots_of_a_run(run: Path):
+    progress: list[tuple[int, int]] = []
+    paths = draw_timeline(run, watch=lambda done, total: progress.append((done, total)))
     assert sorted(paths) == sorted(f"timeline-{s}.{e}" for s in SUBJECTS for e in ("gif", "png", "svg", "npz"))
-    assert told == [(i, 10) for i in range(1, 11)]
+    assert progress == [(i, 10) for i in range(1, 11)]
     with np.load(paths["timeline-positions.npz"]) as arrays:
         assert arrays["step"].tolist() == [0, 4, 8, 12, 16, 20]
         net, _ = checkpoint.read(run / "snapshots" / "00000008")
         np.testing.assert_array_equal(arrays["positions"][2], position_similarity(net))
-        assert np.isnan(arrays["score"][:5]).all()  # it was measured at 5, 10, 15 and 20
+        assert np.isnan(arrays["score"][:5]).all()  # scores were measured at steps 5, 10, 15 and 20
         measured = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert arrays["score"][5] == [m["evaluation"]["top1"] for m in measured if "evaluation" in m][-1]
         assert arrays["epoch"][5] == pytest.approx(20 * 64 / 1438)
@@ -259,40 +261,40 @@ def test_a_run_is_followed_from_its_first_step_to_its_last(run: Path):
                 assert 1 < gif.n_frames <= 6
 
 
-def test_an_image_of_ones_own_is_what_is_rolled_out(run: Path, tmp_path: Path):
+def test_image_option_sets_the_image_of_the_rollout(run: Path, tmp_path: Path):
     image = np.random.default_rng(0).integers(0, 256, (20, 20, 1), dtype=np.uint8)
-    seen = {}
+    rollouts = {}
     for name, options in {"first": {}, "own": {"image": image}}.items():
         paths = timeline(run, tmp_path / name, ["rollout"], **options)
         with np.load(paths[-1]) as arrays:
-            seen[name] = arrays["rollout"]
-    assert seen["own"].shape == seen["first"].shape == (6, 2, 2)
-    assert not np.array_equal(seen["own"], seen["first"])
+            rollouts[name] = arrays["rollout"]
+    assert rollouts["own"].shape == rollouts["first"].shape == (6, 2, 2)
+    assert not np.array_equal(rollouts["own"], rollouts["first"])
 
 
-def copied(run: Path, folder: Path, keep: int) -> Path:
-    """The run with its first snapshots only."""
+def copy_with_snapshots(run: Path, folder: Path, keep: int) -> Path:
+    """Copy a run with only its first `keep` snapshots."""
     shutil.copytree(run, folder)
     for path in sorted((folder / "snapshots").iterdir())[keep:]:
         shutil.rmtree(path)
     return folder
 
 
-@pytest.mark.parametrize(("keep", "said"), [(0, "has no snapshots"), (1, "has only one snapshot, of step 0")])
-def test_a_run_without_snapshots_is_told_how_to_get_them(run: Path, tmp_path: Path, keep: int, said: str):
-    folder = copied(run, tmp_path / "run", keep)
-    with pytest.raises(NotFoundError, match=f"{said}; a timeline needs two or more\\. Train with snapshot_every="):
+@pytest.mark.parametrize(("keep", "message"), [(0, "has no snapshots"), (1, "has only one snapshot, of step 0")])
+def test_run_without_snapshots_is_an_error_with_advice(run: Path, tmp_path: Path, keep: int, message: str):
+    folder = copy_with_snapshots(run, tmp_path / "run", keep)
+    with pytest.raises(NotFoundError, match=f"{message}; a timeline needs two or more\\. Train with snapshot_every="):
         timeline(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path):
+def test_folder_without_a_run_is_an_error(tmp_path: Path):
     with pytest.raises(NotFoundError, match="is not a run folder"):
         timeline(tmp_path, tmp_path / "out")
 
 
-def test_without_its_data_the_rest_is_drawn(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    folder = copied(run, tmp_path / "run", 2)
+def test_missing_data_skips_only_the_subjects_that_need_it(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = copy_with_snapshots(run, tmp_path / "run", 2)
     config = json.loads((folder / "config.json").read_text())
     config["data"]["source"] = str(tmp_path / "gone")
     (folder / "config.json").write_text(json.dumps(config))
@@ -306,20 +308,20 @@ def test_without_its_data_the_rest_is_drawn(run: Path, tmp_path: Path, caplog: p
     assert "skipped positions: this model has no position embeddings" in caplog.text
 
 
-def test_a_model_with_nothing_to_follow_is_an_error_with_all_reasons(run: Path, tmp_path: Path):
-    folder, net = copied(run, tmp_path / "run", 0), build(TINY)
+def test_model_without_any_subject_is_an_error_with_all_reasons(run: Path, tmp_path: Path):
+    folder, net = copy_with_snapshots(run, tmp_path / "run", 0), build(TINY)
     info = ModelInfo(config=net.config, preprocess=PreprocessConfig(image_size=32))
     for step in (0, 1):
         checkpoint.write(net, info, folder / "snapshots" / f"{step:08d}")
-    said = r"no timeline can be drawn for .*; positions: a BiT .*; filters: .*; distances: .*; rollout: a BiT"
-    with pytest.raises(ModelError, match=said):
+    message = r"no timeline can be drawn for .*; positions: a BiT .*; filters: .*; distances: .*; rollout: a BiT"
+    with pytest.raises(ModelError, match=message):
         timeline(folder, tmp_path / "out")
 
 
-def test_too_many_snapshots_are_thinned_and_said(
+def test_too_many_snapshots_are_subsampled_with_a_note(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("vitrail.api.run_timeline.MAX_FRAMES", 3)
+    monkeypatch.setattr("vitrail.figures.run_timeline.MAX_FRAMES", 3)
     paths = timeline(run, tmp_path, ["filters"])
     with np.load(paths[-1]) as arrays:
         assert arrays["step"].tolist() == [0, 8, 20]

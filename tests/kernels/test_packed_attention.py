@@ -1,4 +1,4 @@
-"""Packed attention against its fused twin, forward and backward, and where it is used."""
+"""Packed attention: agreement with fused attention, forward and backward, and when it is used."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ SMALL = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 2, "num_heads"
 
 @settings(max_examples=30)
 @given(st.integers(1, 3), st.integers(1, 20), st.integers(1, 4), st.integers(1, 9), st.booleans())
-def test_the_twins_agree_forward_and_backward(batch: int, tokens: int, heads: int, size: int, strided: bool) -> None:
+def test_packed_and_fused_attention_agree_forward_and_backward(
+    batch: int, tokens: int, heads: int, size: int, strided: bool
+) -> None:
     shape = (batch, tokens, 3 * heads * size)
     qkv = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(batch, tokens, heads * size, dtype=torch.float64)
     if strided:
         grad = torch.randn(tokens, batch, heads * size, dtype=torch.float64).transpose(0, 1)
-    found = []
+    results = []
     for attention in (packed_attention_reference, packed_attention):
         out = attention(qkv, heads)
-        found.append((out, *torch.autograd.grad(out, qkv, grad)))
-    for expected, got in zip(*found, strict=True):
+        results.append((out, *torch.autograd.grad(out, qkv, grad)))
+    for expected, got in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_its_derivative_is_the_slope() -> None:
+def test_gradient_agrees_with_finite_differences() -> None:
     qkv = torch.randn(2, 5, 18, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: packed_attention(x, 3), qkv)
 
@@ -52,16 +54,16 @@ def test_large_logits_do_not_overflow() -> None:
     assert qkv.grad.isfinite().all()
 
 
-def test_it_is_used_exactly_where_nothing_can_tell() -> None:
+def test_packing_is_used_only_with_gradients_and_default_settings() -> None:
     qkv = torch.randn(2, 5, 12, requires_grad=True)
     assert can_pack_attention(qkv)
-    assert not can_pack_attention(qkv.detach()), "no gradients: the fused attention is faster and keeps nothing"
+    assert not can_pack_attention(qkv.detach()), "without gradients, fused attention is faster and stores nothing"
     with torch.no_grad():
         assert not can_pack_attention(qkv)
     with torch.autocast("cpu", torch.bfloat16):
         assert not can_pack_attention(qkv)
     with sdpa_kernel(SDPBackend.MATH):
-        assert not can_pack_attention(qkv), "another kernel is asked for"
+        assert not can_pack_attention(qkv), "another kernel is selected"
     with FlopCounterMode(display=False):
         assert not can_pack_attention(qkv)
     assert not can_pack_attention(torch.randn(1, MAX_TOKENS + 1, 12, requires_grad=True))
@@ -73,18 +75,18 @@ def test_it_is_used_exactly_where_nothing_can_tell() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"position": "rope-2d"}, {"position": "relative"}])
-def test_a_network_learns_the_same_with_and_without_it(options: dict[str, object]) -> None:
+def test_gradients_are_the_same_with_and_without_packing(options: dict[str, object]) -> None:
     net, images = randomized(ViT(ViTConfig(**SMALL, **options))).double().train(), torch.randn(3, 3, 16, 16).double()
-    found = []
+    gradients = []
     for kernels in ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.MATH]):
         net.zero_grad()
         with sdpa_kernel(kernels):
             net(images).square().sum().backward()
-        found.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
-    assert relative(found[0], found[1]) <= 1e-12
+        gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+    assert relative(gradients[0], gradients[1]) <= 1e-12
 
 
-def test_training_on_a_cpu_packs_and_evaluation_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_training_packs_and_evaluation_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     net, images = randomized(ViT(ViTConfig(**SMALL))).train(), torch.randn(2, 3, 16, 16)
     calls = []
     fused = F.scaled_dot_product_attention

@@ -1,4 +1,4 @@
-"""BiT against big_vision's outputs, timm and transformers; kernels that are kept but never stale."""
+"""BiT against big_vision's outputs, timm and transformers; the cache of standardized kernels."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def loaded(config: BiTConfig, state: dict[str, Tensor]) -> BiT:
     return net.eval()
 
 
-def kept(net: nn.Module) -> bool:
-    return any(conv._cache for conv in standardized(net))
+def has_cached_kernels(net: nn.Module) -> bool:
+    return any(conv._cache for conv in standardized_convs(net))
 
 
-def standardized(net: nn.Module) -> list[StandardizedConv]:
+def standardized_convs(net: nn.Module) -> list[StandardizedConv]:
     return [m for m in net.modules() if isinstance(m, StandardizedConv)]
 
 
@@ -64,7 +64,7 @@ def from_big_vision(name: str, value: Tensor) -> tuple[str, Tensor]:
     return name, value.T if name == "head.weight" else value
 
 
-def test_bit_gives_big_visions_logits():
+def test_logits_match_big_vision():
     weights, values = np.load(golden("bigvision_bit_small.npz")), np.load(golden("bigvision_bit_small_io.npz"))
     state = dict(from_big_vision(k, torch.from_numpy(v)) for k, v in weights.items())
     net = loaded(
@@ -76,7 +76,7 @@ def test_bit_gives_big_visions_logits():
 
 
 @pytest.mark.peer
-def test_bit_gives_timms_logits_at_even_and_odd_sizes():
+def test_logits_match_timm_at_even_and_odd_sizes():
     timm = import_peer("timm")
     with torch.device("meta"):
         theirs = timm.create_model("resnetv2_50x1_bit", num_classes=10)
@@ -94,7 +94,7 @@ def test_bit_gives_timms_logits_at_even_and_odd_sizes():
 
 
 @pytest.mark.peer
-def test_bit_gives_transformers_logits_and_maps():
+def test_logits_and_feature_maps_match_transformers():
     transformers = import_peer("transformers")
     config = transformers.BitConfig(
         embedding_size=32, hidden_sizes=[128, 256, 512], depths=[1, 2, 1], num_labels=10, output_hidden_states=True
@@ -112,12 +112,12 @@ def test_bit_gives_transformers_logits_and_maps():
     with torch.no_grad():
         ours, expected = net.features(images, outputs=("logits", "feature_maps")), theirs(images)
     assert relative(ours.logits, expected.logits) <= 1e-5
-    for map_, hidden in zip(ours.feature_maps, expected.hidden_states[1:], strict=True):
-        assert relative(map_, hidden) <= 1e-5
+    for feature_map, hidden in zip(ours.feature_maps, expected.hidden_states[1:], strict=True):
+        assert relative(feature_map, hidden) <= 1e-5
 
 
 @given(height=st.integers(1, 12), width=st.integers(1, 12))
-def test_a_border_of_zeros_wins_where_the_map_is_negative(height: int, width: int):
+def test_root_pool_pads_with_zeros_or_negative_infinity(height: int, width: int):
     x = torch.randn(1, 4, height, width) - 1
     assert torch.equal(root_pool(x, "zero"), F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, 2))
     assert torch.equal(
@@ -127,7 +127,7 @@ def test_a_border_of_zeros_wins_where_the_map_is_negative(height: int, width: in
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_every_size_has_its_golden_count(name: str):
+def test_every_size_has_its_golden_parameter_count(name: str):
     layers, count = PARAMETERS[name]
     with torch.device("meta"):
         net = BiT(BiTConfig(layers=layers, width_factor=float(name.split("x")[1])))
@@ -136,17 +136,17 @@ def test_every_size_has_its_golden_count(name: str):
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", ["50x1", "101x3", "152x4"])
-def test_timm_counts_the_same(name: str):
+def test_parameter_counts_match_timm(name: str):
     timm = import_peer("timm")
     with torch.device("meta"):
         theirs = timm.create_model(f"resnetv2_{name}_bit")
     assert sum(p.numel() for p in theirs.parameters()) == PARAMETERS[name][1]
 
 
-# The network's contract
+# Outputs, conversions and compilation
 
 
-def test_features_are_what_the_logits_are_made_of():
+def test_features_are_consistent_with_the_logits():
     net, images = randomized(BiT(SMALL)), torch.randn(2, 3, 40, 33)
     with torch.no_grad():
         out = net.features(images, outputs=("logits", "pooled", "pre_logits", "patches", "feature_maps"))
@@ -160,12 +160,12 @@ def test_features_are_what_the_logits_are_made_of():
 
 
 @pytest.mark.parametrize("name", ["attention", "tokens", "class_token", "pool_attention", "head_logits"])
-def test_what_bit_does_not_have_is_refused(name: str):
+def test_unavailable_outputs_are_refused(name: str):
     with pytest.raises(ModelError, match=f"cannot give '{name}': BiT "):
         BiT(SMALL).features(torch.randn(1, 3, 32, 32), outputs=("logits", name))
 
 
-def test_images_of_another_kind_are_refused():
+def test_wrong_channels_and_integer_images_are_refused():
     net = BiT(SMALL)
     with pytest.raises(ModelError, match=r"expected images as B 3 H W, got \(1, 1, 32, 32\)"):
         net(torch.randn(1, 1, 32, 32))
@@ -173,7 +173,7 @@ def test_images_of_another_kind_are_refused():
         net(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
 
 
-def test_first_values_are_the_originals():
+def test_initialization_matches_the_original_code():
     net = BiT(BiTConfig(layers=(1, 1), num_classes=5), seed=1)
     assert torch.equal(net.root.weight, BiT(net.config, seed=1).root.weight)
     assert not torch.equal(net.root.weight, BiT(net.config, seed=2).root.weight)
@@ -186,7 +186,7 @@ def test_first_values_are_the_originals():
             assert (parameter == 1).all(), name
 
 
-def test_a_new_head_is_zero_and_the_rest_a_copy():
+def test_with_classes_creates_a_zero_head_and_copies_the_rest():
     net, images = randomized(BiT(SMALL)), torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         new = net.with_classes(3)
@@ -200,36 +200,36 @@ def test_a_new_head_is_zero_and_the_rest_a_copy():
     assert not new.training
 
 
-def test_resizing_records_the_size_and_keeps_the_answer():
+def test_resized_changes_the_config_and_not_the_logits():
     net, images = randomized(BiT(SMALL)), torch.randn(1, 3, 32, 32)
     resized = net.resized((48, 64))
     assert resized.config.image_size == (48, 64)
     assert torch.equal(resized(images), net(images))
 
 
-def test_a_skeleton_takes_weights_completely():
-    full = randomized(BiT(SMALL))
-    skeleton = loaded(SMALL, full.state_dict())
-    assert not list(skeleton.buffers())
+def test_meta_network_loads_all_weights():
+    original = randomized(BiT(SMALL))
+    reloaded = loaded(SMALL, original.state_dict())
+    assert not list(reloaded.buffers())
     images = torch.randn(1, 3, 32, 32)
-    assert torch.equal(skeleton(images), full(images))
+    assert torch.equal(reloaded(images), original(images))
 
 
-def test_gradient_checkpointing_changes_nothing():
+def test_gradient_checkpointing_does_not_change_gradients():
     plain = randomized(BiT(SMALL)).train()
-    frugal = copy.deepcopy(plain)
-    frugal.gradient_checkpointing = True
+    checkpointed = copy.deepcopy(plain)
+    checkpointed.gradient_checkpointing = True
     images = torch.randn(2, 3, 32, 32)
-    for net in (plain, frugal):
+    for net in (plain, checkpointed):
         net(images).square().mean().backward()
-    for a, b in zip(plain.parameters(), frugal.parameters(), strict=True):
+    for a, b in zip(plain.parameters(), checkpointed.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_it_compiles_and_exports_in_one_graph():
+def test_bit_compiles_and_exports_as_one_graph():
     net, images = randomized(BiT(SMALL)), torch.randn(2, 3, 33, 32)
     with torch.no_grad():
-        expected = net(images)  # keeps kernels, which must not end up in the graphs
+        expected = net(images)  # caches kernels, which must not become constants of the graphs
         torch._dynamo.reset()
         assert relative(torch.compile(net, fullgraph=True, backend="aot_eager")(images), expected) <= 1e-6
         program = torch.export.export(net, (images,), dynamic_shapes={"images": {0: torch.export.Dim.DYNAMIC}})
@@ -238,7 +238,7 @@ def test_it_compiles_and_exports_in_one_graph():
 
 
 @pytest.mark.parametrize("size", [(64, 64), (45, 30)])
-def test_flops_are_what_torch_counts(size: tuple[int, int]):
+def test_flops_equal_torchs_count(size: tuple[int, int]):
     config = BiTConfig(layers=(1, 2, 1), width_factor=0.5, channels=4, num_classes=7)
     with torch.device("meta"):
         net, images = BiT(config), torch.empty(3, 4, *size)
@@ -248,7 +248,7 @@ def test_flops_are_what_torch_counts(size: tuple[int, int]):
     assert count_flops(config) == count_flops(config, 224)
 
 
-# Kernels that are kept
+# The cache of standardized kernels
 
 
 def by_inplace(net: BiT) -> None:
@@ -275,7 +275,7 @@ def by_new_parameter(net: BiT) -> None:
     net.root.weight = nn.Parameter(torch.randn_like(net.root.weight))
 
 
-def by_new_parameter_over_the_old_memory(net: BiT) -> None:
+def by_new_parameter_on_the_old_storage(net: BiT) -> None:
     old = net.root.weight
     net.root.weight = nn.Parameter(old.data)
     while net.root.weight._version < old._version:
@@ -287,31 +287,31 @@ def by_new_data(net: BiT) -> None:
 
 
 def by_new_data_at_the_old_address(net: BiT) -> None:
-    """Freed memory comes back: the address alone proves nothing."""
+    """Freed memory is reused, so the address alone does not identify a tensor."""
     address, shape = net.root.weight.data_ptr(), net.root.weight.shape
     net.root.weight.data = torch.empty(0)
-    tries = [torch.randn(shape) for _ in range(8)]
-    net.root.weight.data = next((t for t in tries if t.data_ptr() == address), tries[0])
+    candidates = [torch.randn(shape) for _ in range(8)]
+    net.root.weight.data = next((t for t in candidates if t.data_ptr() == address), candidates[0])
 
 
-def by_written_data(net: BiT) -> None:
+def by_writing_to_data(net: BiT) -> None:
     net.root.weight.data.normal_()
     net.eval()
 
 
-def by_training(net: BiT, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, **options: bool) -> None:
-    """Fine-tuned without ever leaving evaluation mode."""
+def by_training(net: BiT, optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD, **options: bool) -> None:
+    """Fine-tuning in evaluation mode."""
     with torch.enable_grad():
-        step = optimizer(net.parameters(), lr=0.1, **options)
+        optimizer = optimizer_class(net.parameters(), lr=0.1, **options)
         net(torch.randn(2, 3, 32, 32)).square().mean().backward()
-        step.step()
+        optimizer.step()
 
 
 def by_fused_adam(net: BiT) -> None:
     by_training(net, torch.optim.AdamW, fused=True)
 
 
-def by_first_values(net: BiT) -> None:
+def by_reinitialization(net: BiT) -> None:
     net.initialize(seed=5)
     net.head.weight.normal_()
 
@@ -325,15 +325,15 @@ def in_inference_mode(net: BiT) -> None:
     "change",
     [
         by_inplace, by_foreach, by_view, by_load, by_load_assign, by_new_parameter,
-        by_new_parameter_over_the_old_memory, by_new_data, by_new_data_at_the_old_address, by_written_data,
-        by_training, by_fused_adam, by_first_values, in_inference_mode,
+        by_new_parameter_on_the_old_storage, by_new_data, by_new_data_at_the_old_address, by_writing_to_data,
+        by_training, by_fused_adam, by_reinitialization, in_inference_mode,
     ],
 )  # fmt: skip
 @torch.no_grad()
-def test_a_changed_weight_is_never_served_stale(change: Callable[[BiT], None]):
+def test_changed_weights_invalidate_the_cached_kernels(change: Callable[[BiT], None]):
     net, images = randomized(BiT(SMALL)), torch.randn(1, 3, 32, 32)
     before = net(images)
-    assert all(conv._cache for conv in standardized(net))
+    assert all(conv._cache for conv in standardized_convs(net))
     change(net)
     after = net(images)
     assert torch.equal(after, loaded(SMALL, net.state_dict())(images))
@@ -341,74 +341,74 @@ def test_a_changed_weight_is_never_served_stale(change: Callable[[BiT], None]):
 
 
 @torch.no_grad()
-def test_kernels_are_made_once_in_evaluation(monkeypatch: pytest.MonkeyPatch):
-    made = []
+def test_kernels_are_standardized_once_in_evaluation(monkeypatch: pytest.MonkeyPatch):
+    calls = []
     original = torch.nn.functional.layer_norm
-    monkeypatch.setattr(torch.nn.functional, "layer_norm", lambda *a, **k: made.append(0) or original(*a, **k))
+    monkeypatch.setattr(torch.nn.functional, "layer_norm", lambda *a, **k: calls.append(0) or original(*a, **k))
     net, images = BiT(SMALL).eval(), torch.randn(1, 3, 32, 32)
     first = net(images)
-    count = len(made)
-    assert count == len(standardized(net))
+    count = len(calls)
+    assert count == len(standardized_convs(net))
     assert torch.equal(net(images), first)
-    assert len(made) == count
+    assert len(calls) == count
     net.train()(images)
     net(images)
-    assert len(made) == 3 * count
+    assert len(calls) == 3 * count
 
 
-def test_kernels_are_not_kept_where_gradients_flow_or_the_module_travels():
+def test_gradients_copies_and_mode_changes_drop_cached_kernels():
     net, images = randomized(BiT(SMALL)), torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         net(images)
-    assert kept(net)
-    assert not kept(copy.deepcopy(net))
+    assert has_cached_kernels(net)
+    assert not has_cached_kernels(copy.deepcopy(net))
     buffer = io.BytesIO()
     torch.save(net, buffer)
     assert buffer.tell() < 1.2 * sum(p.nbytes for p in net.parameters())
     net(images).sum().backward()
-    assert not kept(net)
+    assert not has_cached_kernels(net)
     assert net.root.weight.grad.any()
-    for travel in (nn.Module.double, nn.Module.train, nn.Module.eval):
+    for method in (nn.Module.double, nn.Module.train, nn.Module.eval):
         with torch.no_grad():
             net.eval()(images.to(net.root.weight.dtype))
-        assert kept(net)
-        assert not kept(travel(net))
+        assert has_cached_kernels(net)
+        assert not has_cached_kernels(method(net))
 
 
 @torch.no_grad()
-def test_borrowed_weights_are_not_kept():
+def test_functional_call_does_not_cache_kernels():
     net, images = randomized(BiT(SMALL)), torch.randn(1, 3, 32, 32)
-    other = {k: v.clone() for k, v in randomized(BiT(SMALL), seed=1).state_dict().items()}
-    own = net(images)
-    borrowed = torch.func.functional_call(net, other, (images,))
-    assert not torch.equal(own, borrowed)
-    assert not kept(net)
-    assert torch.equal(net(images), own)
-    stacked = {k: torch.stack([v, other[k]]) for k, v in net.state_dict().items()}
-    both = torch.func.vmap(lambda s: torch.func.functional_call(net, s, (images,)))(stacked)
-    assert relative(both, torch.stack([own, borrowed])) <= 1e-5
+    other_weights = {k: v.clone() for k, v in randomized(BiT(SMALL), seed=1).state_dict().items()}
+    own_logits = net(images)
+    other_logits = torch.func.functional_call(net, other_weights, (images,))
+    assert not torch.equal(own_logits, other_logits)
+    assert not has_cached_kernels(net)
+    assert torch.equal(net(images), own_logits)
+    stacked = {k: torch.stack([v, other_weights[k]]) for k, v in net.state_dict().items()}
+    both_logits = torch.func.vmap(lambda s: torch.func.functional_call(net, s, (images,)))(stacked)
+    assert relative(both_logits, torch.stack([own_logits, other_logits])) <= 1e-5
     with torch.inference_mode():
-        assert relative(net(images), own) <= 1e-6
-    assert torch.equal(net(images), own)
+        assert relative(net(images), own_logits) <= 1e-6
+    assert torch.equal(net(images), own_logits)
 
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_a_cuda_graph_neither_keeps_kernels_nor_uses_kept_ones():
+def test_cuda_graphs_neither_cache_kernels_nor_use_cached_ones():
     net, images = randomized(BiT(SMALL)).cuda(), torch.randn(1, 3, 32, 32, device="cuda")
     expected = net(images)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        net(images)  # another stream makes its own
-        assert all(conv._cache.stream == side.cuda_stream for conv in standardized(net))
-    torch.cuda.current_stream().wait_stream(side)
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
+        net(images)  # another stream caches its own kernels
+        assert all(conv._cache.stream == side_stream.cuda_stream for conv in standardized_convs(net))
+    torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = net(images)
-    assert not kept(net)
-    for conv in standardized(net):
-        conv.weight.mul_(2).add_(1)  # standardized, this is the same kernel
+    assert not has_cached_kernels(net)
+    for conv in standardized_convs(net):
+        conv.weight.mul_(2).add_(1)  # does not change the standardized kernel
     graph.replay()
     assert relative(captured, expected) <= 1e-2
     net.root.weight.normal_()

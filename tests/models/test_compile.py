@@ -15,7 +15,7 @@ from vitrail.models.published_models import PUBLISHED_MODELS
 
 SMALL = {"image_size": 32, "patch_size": 8, "width": 16, "depth": 1, "num_heads": 2, "mlp_dim": 24, "num_classes": 5}
 TWO = SMALL | {"depth": 2}
-"""For what blocks share or draw one after the other; every other block traces like the first."""
+"""Two blocks, for what blocks share and for their order of random draws; otherwise one block is enough."""
 KINDS: dict[str, ViTConfig | BiTConfig] = {
     "plain": ViTConfig(**SMALL),
     "no position": ViTConfig(**SMALL, position="none"),
@@ -37,7 +37,7 @@ KINDS: dict[str, ViTConfig | BiTConfig] = {
 
 
 def shrunk(name: str) -> ViTConfig | BiTConfig:
-    """A published model with all of its options and little of its size."""
+    """A published model's config at a small size, with all other options unchanged."""
     config = parse_name(name)
     if isinstance(config, BiTConfig):
         return config.replace(layers=(1,) * len(config.layers), width_factor=0.5, image_size=32, num_classes=5)
@@ -49,7 +49,7 @@ def shrunk(name: str) -> ViTConfig | BiTConfig:
 
 
 PUBLISHED = {shrunk(v.name): v.name for v in PUBLISHED_MODELS}
-"""Each combination of options that a published model has, once."""
+"""Each distinct combination of options of the published models -> the name of a model that has it."""
 
 
 def net_of(kind: str) -> Net:
@@ -57,7 +57,7 @@ def net_of(kind: str) -> Net:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> None:
+def _reset_compiler() -> None:
     torch.compiler.reset()
 
 
@@ -82,7 +82,7 @@ def test_compiles_as_one_graph_for_evaluation_and_training(kind: str) -> None:
 @pytest.mark.parametrize("config", PUBLISHED, ids=PUBLISHED.values())
 def test_every_published_model_compiles_as_one_graph(config: ViTConfig | BiTConfig) -> None:
     net, images = randomized(build(config)).train(), torch.randn(2, 3, *pair(config.image_size))
-    outputs = torch.compile(net, fullgraph=True, backend="eager")(images)  # KINDS go on to AOTAutograd
+    outputs = torch.compile(net, fullgraph=True, backend="eager")(images)  # the tests with KINDS include AOTAutograd
     assert relative(outputs.detach(), net(images).detach()) <= 1e-5
     outputs.sum().backward()
     assert all(p.grad is not None for p in net.parameters())
@@ -103,7 +103,7 @@ def test_compiles_with_inductor(kind: str, training: bool, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("kind", ["plain", "sincos, gap"])
-def test_compiles_at_another_size_without_leaving_the_graph(kind: str) -> None:
+def test_compiles_as_one_graph_at_another_size(kind: str) -> None:
     net, images = net_of(kind), torch.randn(1, 3, 48, 40)
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -124,11 +124,11 @@ def test_compiles_with_gradient_checkpointing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_exports_with_any_batch(kind: str, tmp_path: Path) -> None:
+def test_exports_with_a_dynamic_batch_size(kind: str, tmp_path: Path) -> None:
     net, images = net_of(kind), torch.randn(2, 3, 32, 32)
     program = torch.export.export(net, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
     torch.export.save(program, tmp_path / "net.pt2")
-    again = torch.export.load(tmp_path / "net.pt2").module()
-    more = torch.randn(5, 3, 32, 32)
+    reloaded = torch.export.load(tmp_path / "net.pt2").module()
+    larger_batch = torch.randn(5, 3, 32, 32)
     with torch.no_grad():
-        assert relative(again(more), net(more)) <= 1e-5
+        assert relative(reloaded(larger_batch), net(larger_batch)) <= 1e-5

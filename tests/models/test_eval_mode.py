@@ -1,4 +1,4 @@
-"""Whatever is asked of a model is computed in evaluation mode, and every part is then in the mode it was in."""
+"""Predictions are computed in evaluation mode, and each module's previous mode is restored afterwards."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import pytest
 import torch
 from small_models import gradient, model, small
 from torch import nn
-from train.small_runs import photos
+from training.small_runs import make_photos
 
 import vitrail
-from vitrail.api.embedding import embed
-from vitrail.api.model_figures import ModelFigures
-from vitrail.api.probing import ProbeSettings, probe
 from vitrail.config import BiTConfig, DataConfig
+from vitrail.engines.engine import TorchEngine
 from vitrail.errors import ModelError
-from vitrail.export.engines import TorchEngine
+from vitrail.evaluation.embedding import embed
+from vitrail.evaluation.probing import ProbeSettings, probe
+from vitrail.figures.model_figures import ModelFigures
+from vitrail.inference import run_network
 from vitrail.models.base import eval_mode
-from vitrail.serve.served_model import features
 
 
-def learning() -> vitrail.Model:
-    """A model in training mode, in which two passes differ, with one block that is kept in evaluation mode."""
+def training_model() -> vitrail.Model:
+    """A model in training mode whose passes differ by dropout; one block is in evaluation mode."""
     vit = model(small(drop_path=0.9, dropout=0.5, attention_dropout=0.5))
     vit.net.train()
     vit.net.blocks[0].eval()
@@ -39,7 +39,7 @@ def modes(net: nn.Module) -> dict[str, bool]:
 
 
 @contextmanager
-def unchanged(net: nn.Module) -> Iterator[None]:
+def modes_unchanged(net: nn.Module) -> Iterator[None]:
     before = modes(net)
     assert {True, False} == set(before.values())
     yield
@@ -60,54 +60,54 @@ CALLS: dict[str, Callable[[vitrail.Model], Any]] = {
     "figures": lambda vit: torch.from_numpy(ModelFigures(vit, [gradient()]).draw("distances").arrays["distances"]),
     "colors": lambda vit: torch.from_numpy(ModelFigures(vit, [gradient()]).draw("colors").arrays["colors"]),
     "engine": lambda vit: torch.from_numpy(TorchEngine(vit.net, vit.info).logits(pixels())),
-    "service": lambda vit: torch.from_numpy(features(vit, pixels())),
+    "service": lambda vit: run_network(vit.net, vit.preprocess, pixels(), "pooled"),
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_two_calls_in_training_mode_give_the_same_and_change_no_mode(call: str) -> None:
-    vit = learning()
+def test_calls_on_a_training_model_are_deterministic_and_keep_its_modes(call: str) -> None:
+    vit = training_model()
     with torch.no_grad():
         images = vit.preprocess(gradient())
         assert not torch.equal(vit.net(images), vit.net(images))
-    with unchanged(vit.net):
-        once, again = CALLS[call](vit), CALLS[call](vit)
-    assert torch.equal(once, again)
+    with modes_unchanged(vit.net):
+        first, second = CALLS[call](vit), CALLS[call](vit)
+    assert torch.equal(first, second)
     vit.net.eval()
-    assert torch.equal(CALLS[call](vit), once)
+    assert torch.equal(CALLS[call](vit), first)
 
 
-def test_measuring_in_training_mode_gives_the_same_and_changes_no_mode(tmp_path: Path) -> None:
-    vit, data = learning(), f"folder:{photos(tmp_path / 'photos', {'cat': 6, 'dog': 6})}"
-    measured = {
+def test_measuring_a_training_model_is_deterministic_and_keeps_its_modes(tmp_path: Path) -> None:
+    vit, data = training_model(), f"folder:{make_photos(tmp_path / 'photos', {'cat': 6, 'dog': 6})}"
+    measurements = {
         "evaluate": lambda: vitrail.evaluate(vit, data, workers=0).loss,
         "probe": lambda: probe(
             vit, DataConfig(source=data, workers=0), settings=ProbeSettings(methods=("knn",), ks=(1,))
         ).to_dict(),
         "embed": lambda: embed(vit, data, tmp_path / "x.parquet", overwrite=True).num_images,
     }
-    for name, call in measured.items():
-        with unchanged(vit.net):
+    for name, call in measurements.items():
+        with modes_unchanged(vit.net):
             assert call() == call(), name
 
 
-def test_an_exception_restores_the_modes_too() -> None:
-    vit = learning()
-    with unchanged(vit.net), pytest.raises(ModelError, match="expected images"), eval_mode(vit.net):
+def test_modes_are_restored_after_an_exception() -> None:
+    vit = training_model()
+    with modes_unchanged(vit.net), pytest.raises(ModelError, match="expected images"), eval_mode(vit.net):
         vit.net(torch.zeros(1))
 
 
-def test_one_inside_the_other_the_outer_restores() -> None:
-    vit = learning()
-    with unchanged(vit.net), eval_mode(vit.net):
+def test_nested_eval_mode_restores_at_the_outermost_exit() -> None:
+    vit = training_model()
+    with modes_unchanged(vit.net), eval_mode(vit.net):
         with eval_mode(vit.net):
             pass
         assert not any(modes(vit.net).values())
 
 
-def test_threads_that_share_a_network_all_evaluate() -> None:
-    """The first one to leave must not put the others into training mode."""
-    vit, inside, seen = learning(), threading.Barrier(2, timeout=60), list[bool]()
+def test_threads_sharing_a_network_all_use_evaluation_mode() -> None:
+    """The first thread to leave must not switch the others to training mode."""
+    vit, inside, training = training_model(), threading.Barrier(2, timeout=60), list[bool]()
     left = threading.Event()
 
     def first() -> None:
@@ -119,27 +119,27 @@ def test_threads_that_share_a_network_all_evaluate() -> None:
         with eval_mode(vit.net):
             inside.wait()
             assert left.wait(60)
-            seen.append(any(modes(vit.net).values()))
+            training.append(any(modes(vit.net).values()))
 
-    with unchanged(vit.net):
-        threads = [threading.Thread(target=each) for each in (first, second)]
+    with modes_unchanged(vit.net):
+        threads = [threading.Thread(target=target) for target in (first, second)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert seen == [False]
+    assert training == [False]
 
 
-def test_a_network_in_evaluation_mode_keeps_what_it_remembers() -> None:
-    """Nothing is set, so that nothing is computed anew and another thread is not disturbed."""
+def test_network_in_evaluation_mode_keeps_its_caches() -> None:
+    """No mode is set, so caches stay valid and other threads are not affected."""
     vit = model(small())
     vit.logits(gradient())
-    kept = [module._cache for module in vit.net.modules() if hasattr(module, "_cache")]
+    caches = [module._cache for module in vit.net.modules() if hasattr(module, "_cache")]
     vit.logits(gradient())
-    assert [module._cache for module in vit.net.modules() if hasattr(module, "_cache")] == kept
+    assert [module._cache for module in vit.net.modules() if hasattr(module, "_cache")] == caches
 
 
-def test_a_bit_evaluates_too() -> None:
+def test_bit_predictions_restore_the_modes() -> None:
     bit = model(BiTConfig(image_size=32, num_classes=5, layers=(1, 1, 1, 1), width_factor=0.5))
     bit.net.train()
     bit.logits(gradient())

@@ -1,4 +1,4 @@
-"""torch.fx traces every kind of network into a graph that computes the same, for images of any size."""
+"""torch.fx traces every kind of network into a graph with the same outputs, at any image size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_traced_graph_computes_what_the_network_does(kind: str) -> None:
+def test_traced_graph_gives_the_networks_logits(kind: str) -> None:
     net = randomized(build(KINDS[kind]))
     attributes, graph = set(vars(net)), fx.symbolic_trace(net)
     sizes = [(32, 32)] if "relative" in kind else [(32, 32), (48, 64)]
@@ -25,12 +25,12 @@ def test_a_traced_graph_computes_what_the_network_does(kind: str) -> None:
         for size in sizes:
             images = torch.randn(2, 3, *size)
             assert relative(graph(images), net(images)) <= 1e-5
-    assert set(vars(net)) == attributes  # no constant was kept on the network
-    net(torch.randn(1, 3, 32, 32))  # nor anything of the tracer's
+    assert set(vars(net)) == attributes  # tracing leaves no constants on the network
+    net(torch.randn(1, 3, 32, 32))  # and no state of the tracer
 
 
 @pytest.mark.parametrize("kind", ["plain", "dropouts", "hybrid", "bit"])
-def test_a_traced_graph_trains_and_draws_like_the_network(kind: str) -> None:
+def test_traced_graph_trains_with_the_networks_random_draws(kind: str) -> None:
     net = randomized(build(KINDS[kind])).train()
     graph, images = fx.symbolic_trace(net), torch.randn(2, 3, 32, 32)
     torch.manual_seed(0)
@@ -42,8 +42,8 @@ def test_a_traced_graph_trains_and_draws_like_the_network(kind: str) -> None:
     assert all(p.grad is not None for p in net.parameters())
 
 
-def test_a_graph_traced_after_evaluation_follows_its_weights() -> None:
-    """What evaluation has cached, positions or a standardized kernel, must not become a constant of the graph."""
+def test_graph_traced_after_evaluation_follows_weight_changes() -> None:
+    """Positions and standardized kernels cached in evaluation must not become constants of the graph."""
     for kind in ("plain", "rope, registers", "bit"):
         net, images = randomized(build(KINDS[kind])), torch.randn(2, 3, 32, 32)
         with torch.no_grad():
@@ -53,7 +53,7 @@ def test_a_graph_traced_after_evaluation_follows_its_weights() -> None:
             assert relative(graph(images), net(images)) <= 1e-5
 
 
-def test_checks_stay_for_images() -> None:
+def test_tracing_keeps_the_input_checks_of_the_network() -> None:
     net = randomized(build(KINDS["plain"]))
     fx.symbolic_trace(net)
     with pytest.raises(ValueError, match="expected images as B 3 H W"):
@@ -62,10 +62,10 @@ def test_checks_stay_for_images() -> None:
         net(torch.randn(2, 3, 33, 32))
 
 
-def test_a_subclass_may_use_types_that_are_imported_for_the_type_checker_alone() -> None:
+def test_subclass_with_annotations_imported_for_type_checking_is_traced() -> None:
     class Doubled(ViT):
-        def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
-            return 2 * super().forward(images, keys)
+        def forward(self, images: Tensor, sample_seeds: Tensor | None = None) -> Tensor:
+            return 2 * super().forward(images, sample_seeds)
 
     net, images = randomized(Doubled(KINDS["plain"])), torch.randn(2, 3, 32, 32)
     with torch.no_grad():

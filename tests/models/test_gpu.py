@@ -1,4 +1,4 @@
-"""On an accelerator: the same numbers as on the CPU, compiled, in bf16, within memory."""
+"""On a GPU: the same outputs as on the CPU, also compiled and in bfloat16, and memory use."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from vitrail.models.model_names import config_from_name
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),  # exact on purpose
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),  # TF32 is disabled on purpose
 ]
 
 
 @pytest.fixture(autouse=True)
-def _exact_products() -> None:
+def _disable_tf32() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.compiler.reset()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_logits_as_on_the_cpu(kind: str) -> None:
+def test_logits_are_the_same_as_on_the_cpu(kind: str) -> None:
     net, images = randomized(build(KINDS[kind])), torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         expected = net(images)
@@ -74,7 +74,7 @@ def test_tokens_stay_in_bf16_under_autocast(kind: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_sample_drops_the_same_as_on_the_cpu(compiled: bool) -> None:
+def test_dropout_is_the_same_as_on_the_cpu(compiled: bool) -> None:
     config = ViTConfig(
         image_size=32,
         patch_size=8,
@@ -87,29 +87,29 @@ def test_a_sample_drops_the_same_as_on_the_cpu(compiled: bool) -> None:
         drop_path=0.4,
     )
     net, images = randomized(build(config)).double().train(), torch.randn(4, 3, 32, 32).double()
-    keys = torch.randint(1 << 62, (4,))
-    expected = net(images, keys)
+    sample_seeds = torch.randint(1 << 62, (4,))
+    expected = net(images, sample_seeds)
     cuda = net.cuda()
     run = torch.compile(cuda, fullgraph=True) if compiled else cuda
-    torch.testing.assert_close(run(images.cuda(), keys.cuda()).cpu(), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(run(images.cuda(), sample_seeds.cuda()).cpu(), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_another_size_is_resampled_on_the_device_and_remembered() -> None:
+def test_resampled_positions_are_cached_on_the_device() -> None:
     net = randomized(build(config_from_name("ViT-Ti/16"))).cuda()
     images = torch.randn(2, 3, 288, 192, device="cuda")
     with torch.no_grad():
         first = net(images)
         assert net.positions[0]._cache.value.is_cuda
         assert torch.equal(net(images), first)
-        moved = net.cpu()(images.cpu())
-    assert relative(moved, first.cpu()) <= 1e-4
+        cpu_logits = net.cpu()(images.cpu())
+    assert relative(cpu_logits, first.cpu()) <= 1e-4
 
 
 def test_gradient_checkpointing_saves_memory() -> None:
     peaks = []
-    for on in (False, True):
+    for checkpointing in (False, True):
         net = build(ViTConfig(width=384, num_heads=6, mlp_dim=1536, depth=12, num_classes=10)).cuda().train()
-        net.gradient_checkpointing = on
+        net.gradient_checkpointing = checkpointing
         torch.cuda.reset_peak_memory_stats()
         net(torch.randn(32, 3, 224, 224, device="cuda")).sum().backward()
         peaks.append(torch.cuda.max_memory_allocated())

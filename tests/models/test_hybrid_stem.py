@@ -32,7 +32,7 @@ def loaded(config: StemConfig, state: dict[str, Tensor]) -> ResNetStem:
     return stem.eval()
 
 
-# The original's names and its encoder, written out
+# The original code's parameter names, and its encoder in plain PyTorch
 
 
 def our_name(name: str) -> str:
@@ -50,19 +50,19 @@ def stem_state(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {k: v.permute(3, 2, 0, 1) if v.ndim == 4 else v for k, v in ours.items()}
 
 
-def layer_norm(x: Tensor, w: dict[str, Tensor], at: str) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], w[f"{at}/scale"], w[f"{at}/bias"], 1e-6)
+def layer_norm(x: Tensor, w: dict[str, Tensor], prefix: str) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w[f"{prefix}/scale"], w[f"{prefix}/bias"], 1e-6)
 
 
-def encoder_block(x: Tensor, w: dict[str, Tensor], at: str) -> Tensor:
-    y, asks = layer_norm(x, w, f"{at}/LayerNorm_0"), f"{at}/MultiHeadDotProductAttention_1"
+def encoder_block(x: Tensor, w: dict[str, Tensor], prefix: str) -> Tensor:
+    y, attention = layer_norm(x, w, f"{prefix}/LayerNorm_0"), f"{prefix}/MultiHeadDotProductAttention_1"
     q, k, v = (
-        torch.einsum("bnd,dhk->bhnk", y, w[f"{asks}/{n}/kernel"]) + w[f"{asks}/{n}/bias"][:, None]
+        torch.einsum("bnd,dhk->bhnk", y, w[f"{attention}/{n}/kernel"]) + w[f"{attention}/{n}/bias"][:, None]
         for n in ("query", "key", "value")
     )
     weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-    x = x + torch.einsum("bhnk,hkd->bnd", weights @ v, w[f"{asks}/out/kernel"]) + w[f"{asks}/out/bias"]
-    y, mlp = layer_norm(x, w, f"{at}/LayerNorm_2"), f"{at}/MlpBlock_3"
+    x = x + torch.einsum("bhnk,hkd->bnd", weights @ v, w[f"{attention}/out/kernel"]) + w[f"{attention}/out/bias"]
+    y, mlp = layer_norm(x, w, f"{prefix}/LayerNorm_2"), f"{prefix}/MlpBlock_3"
     y = F.gelu(y @ w[f"{mlp}/Dense_0/kernel"] + w[f"{mlp}/Dense_0/bias"], approximate="tanh")
     return x + y @ w[f"{mlp}/Dense_1/kernel"] + w[f"{mlp}/Dense_1/bias"]
 
@@ -77,7 +77,7 @@ def original_vit(features: Tensor, w: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "layers"), [("google_hybrid", (2, 2, 2)), ("google_hybrid_patch2", (2, 2))])
-def test_the_stem_gives_the_original_codes_logits(name: str, layers: tuple[int, ...]):
+def test_stem_matches_the_logits_of_the_original_code(name: str, layers: tuple[int, ...]):
     weights = {k: torch.from_numpy(v) for k, v in np.load(golden(f"{name}.npz")).items()}
     io = np.load(golden(f"{name}_io.npz"))
     stem = loaded(StemConfig(layers=layers, width_factor=0.5), stem_state(weights))
@@ -105,7 +105,7 @@ def from_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.peer
 @pytest.mark.parametrize("layers", [(2, 2, 2, 2), (3, 4, 9), ()], ids=["R26", "R50", "R"])
-def test_the_stem_gives_timms_map_at_even_and_odd_sizes(layers: tuple[int, ...]):
+def test_stem_matches_timms_feature_map_at_even_and_odd_sizes(layers: tuple[int, ...]):
     theirs = timm_backbone(layers).double()  # in float32 rounding grows to 1e-5 over sixteen units
     stem = loaded(StemConfig(layers=layers, **TIMM), from_timm(theirs.state_dict()))
     with torch.no_grad():
@@ -117,12 +117,12 @@ def test_the_stem_gives_timms_map_at_even_and_odd_sizes(layers: tuple[int, ...])
 
 
 @pytest.mark.peer
-def test_the_two_conventions_are_not_the_same_function():
+def test_the_two_standardization_conventions_differ():
     theirs = timm_backbone((2, 2))
     with torch.no_grad():
         for parameter in theirs.parameters():
             if parameter.ndim == 4:
-                parameter.mul_(1e-3)  # small kernels, as after long weight decay: now the epsilons count
+                parameter.mul_(1e-3)  # small kernels, as after long weight decay, for which the epsilons matter
     images = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         for options, low, high in [(TIMM, 0, 1e-5), ({}, 1e-3, 1)]:
@@ -134,17 +134,17 @@ def test_the_two_conventions_are_not_the_same_function():
 
 
 @given(size=st.integers(1, 300), kernel=st.sampled_from([1, 3, 7]), stride=st.integers(1, 3))
-def test_same_padding_covers_the_side_with_no_more_than_it_needs(size: int, kernel: int, stride: int):
+def test_same_padding_is_the_minimum_that_covers_the_input(size: int, kernel: int, stride: int):
     before, after = same_padding(size, kernel, stride)
     windows = -(-size // stride)
-    reach = (windows - 1) * stride + kernel
-    assert before + after == max(reach - size, 0)
+    covered = (windows - 1) * stride + kernel
+    assert before + after == max(covered - size, 0)
     assert after - before in (0, 1)
 
 
 @given(height=st.integers(1, 12), width=st.integers(1, 12))
-def test_same_max_pool_never_takes_the_border(height: int, width: int):
-    x = -torch.rand(1, 2, height, width)  # zeros in the border would win
+def test_same_max_pool_ignores_the_padding(height: int, width: int):
+    x = -torch.rand(1, 2, height, width)  # zero padding would be the maximum
     (top, bottom), (left, right) = same_padding(height, 3, 2), same_padding(width, 3, 2)
     padded = F.pad(x, (left, right, top, bottom), value=-torch.inf)
     assert torch.equal(max_pool_same(x), F.max_pool2d(padded, 3, 2))
@@ -152,7 +152,7 @@ def test_same_max_pool_never_takes_the_border(height: int, width: int):
 
 @pytest.mark.parametrize("by", ["std", "var"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_standardize_is_its_formula_in_any_precision(by: str, dtype: torch.dtype):
+def test_standardize_matches_its_formula_in_any_precision(by: str, dtype: torch.dtype):
     kernel = (torch.randn(8, 6, 3, 3) * 0.02 + 1).to(dtype)
     exact = kernel.double()
     centered = exact - exact.mean((1, 2, 3), keepdim=True)
@@ -164,7 +164,7 @@ def test_standardize_is_its_formula_in_any_precision(by: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("by", ["std", "var"])
-def test_gradients_of_standardize(by: str):
+def test_gradients_of_standardize_are_correct_and_finite(by: str):
     kernel = torch.randn(3, 2, 3, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda k: standardize(k, by, 1e-3), kernel)
     flat = torch.ones(2, 2, 3, 3, requires_grad=True)
@@ -176,34 +176,34 @@ def test_gradients_of_standardize(by: str):
 # The stem as a module
 
 
-def test_the_names_are_those_of_the_contract():
-    unit = [f"{part}{i}" for i in (1, 2, 3) for part in ("conv", "norm")]
+def test_parameter_names_are_as_documented():
+    unit_parts = [f"{part}{i}" for i in (1, 2, 3) for part in ("conv", "norm")]
     expected = {"root.conv.weight", "root.norm.weight", "root.norm.bias"}
-    for place, parts in [
-        ("stages.0.0", [*unit, "project.conv", "project.norm"]),
-        ("stages.1.0", [*unit, "project.conv", "project.norm"]),
-        ("stages.1.1", unit),
+    for prefix, parts in [
+        ("stages.0.0", [*unit_parts, "project.conv", "project.norm"]),
+        ("stages.1.0", [*unit_parts, "project.conv", "project.norm"]),
+        ("stages.1.1", unit_parts),
     ]:
-        expected |= {f"{place}.{part}.weight" for part in parts} | {
-            f"{place}.{part}.bias" for part in parts if "norm" in part
+        expected |= {f"{prefix}.{part}.weight" for part in parts} | {
+            f"{prefix}.{part}.bias" for part in parts if "norm" in part
         }
     assert set(ResNetStem(SMALL, 3).state_dict()) == expected
 
 
-def test_a_skeleton_takes_weights_completely():
-    full = randomized(ResNetStem(SMALL, 3))
-    skeleton = loaded(SMALL, full.state_dict())
-    assert not list(skeleton.buffers())
+def test_meta_stem_loads_all_weights():
+    original = randomized(ResNetStem(SMALL, 3))
+    reloaded = loaded(SMALL, original.state_dict())
+    assert not list(reloaded.buffers())
     images = torch.randn(1, 3, 32, 32)
-    assert torch.equal(skeleton(images), full(images))
+    assert torch.equal(reloaded(images), original(images))
 
 
-def test_first_values_are_the_originals():
+def test_initialization_matches_the_original_code():
     stem = ResNetStem(StemConfig(layers=(2, 2)), 3)
     weight = stem.stages[1][1].conv2.weight
-    spread = 1 / (128 * 9) ** 0.5
-    assert weight.std().item() == pytest.approx(spread, rel=0.01)
-    assert weight.abs().max().item() <= 2 * spread / 0.8796
+    std = 1 / (128 * 9) ** 0.5
+    assert weight.std().item() == pytest.approx(std, rel=0.01)
+    assert weight.abs().max().item() <= 2 * std / 0.8796
     for name, parameter in stem.named_parameters():
         if ".norm3.weight" in name or name.endswith("bias"):
             assert not parameter.any(), name
@@ -211,7 +211,7 @@ def test_first_values_are_the_originals():
             assert (parameter == 1).all(), name
 
 
-def test_a_new_unit_is_its_shortcut():
+def test_new_residual_unit_is_the_identity():
     unit = ResNetStem(SMALL, 3).stages[1][1]
     assert isinstance(unit, Bottleneck)
     x = torch.rand(1, 256, 8, 8)
@@ -226,11 +226,11 @@ def test_the_same_seed_gives_the_same_weights():
 
 
 @pytest.mark.parametrize("size", [(32, 32), (37, 30)])
-def test_it_compiles_and_exports_in_one_graph(size: tuple[int, int]):
+def test_stem_compiles_and_exports_as_one_graph(size: tuple[int, int]):
     stem = randomized(ResNetStem(SMALL, 3))
     images = torch.randn(2, 3, *size)
     with torch.no_grad():
-        expected = stem(images)  # keeps kernels, which must not end up in the graphs
+        expected = stem(images)  # caches kernels, which must not become constants of the graphs
         torch._dynamo.reset()
         assert relative(torch.compile(stem, fullgraph=True, backend="aot_eager")(images), expected) <= 1e-6
         program = torch.export.export(stem, (images,))
@@ -238,20 +238,20 @@ def test_it_compiles_and_exports_in_one_graph(size: tuple[int, int]):
     assert relative(program.module()(images), expected) <= 1e-6
 
 
-def test_gradient_checkpointing_changes_nothing():
+def test_gradient_checkpointing_does_not_change_gradients():
     plain = randomized(ResNetStem(SMALL, 3)).train()
-    frugal = copy.deepcopy(plain)
-    frugal.gradient_checkpointing = True
+    checkpointed = copy.deepcopy(plain)
+    checkpointed.gradient_checkpointing = True
     images = torch.randn(2, 3, 32, 32)
-    for stem in (plain, frugal):
+    for stem in (plain, checkpointed):
         stem(images).square().mean().backward()
-    for a, b in zip(plain.parameters(), frugal.parameters(), strict=True):
+    for a, b in zip(plain.parameters(), checkpointed.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
 
 
 @pytest.mark.parametrize("layers", [(), (1, 2), (2, 1, 1)])
 @pytest.mark.parametrize("size", [(32, 32), (45, 30)])
-def test_flops_are_what_torch_counts(layers: tuple[int, ...], size: tuple[int, int]):
+def test_flops_equal_torchs_count(layers: tuple[int, ...], size: tuple[int, int]):
     config = StemConfig(layers=layers, width_factor=0.5)
     with torch.device("meta"):
         stem, images = ResNetStem(config, 4), torch.empty(3, 4, *size)
@@ -260,6 +260,6 @@ def test_flops_are_what_torch_counts(layers: tuple[int, ...], size: tuple[int, i
     assert 3 * count_flops(config, size, 4) == counter.get_total_flops()
 
 
-def test_a_width_the_groups_do_not_divide_is_refused():
+def test_width_not_divisible_by_the_norm_groups_is_refused():
     with pytest.raises(ConfigError, match=r"do not divide 16 channels; try a width_factor that is a multiple of 0\.5"):
         ResNetStem(StemConfig(width_factor=0.25), 3)

@@ -21,7 +21,7 @@ from vitrail.models import Net, build
 DEEP = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 6, "num_heads": 2, "mlp_dim": 48, "num_classes": 5}
 
 
-def deep(**options: Any) -> Net:
+def deep_net(**options: Any) -> Net:
     return randomized(build(ViTConfig(**DEEP | options)))
 
 
@@ -29,19 +29,19 @@ def images() -> Tensor:
     return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
-def counted(net: Net, parts: nn.ModuleList) -> list[int]:
-    """A list that fills with the numbers of the blocks or stages that are computed."""
-    done: list[int] = []
+def record_computed(net: Net, parts: nn.ModuleList) -> list[int]:
+    """A list to which hooks append the index of each block or stage when it is computed."""
+    computed: list[int] = []
     for i, part in enumerate(parts):
         first = part[0] if isinstance(part, nn.ModuleList) else part
-        first.register_forward_hook(lambda *_, i=i: done.append(i))
-    return done
+        first.register_forward_hook(lambda *_, i=i: computed.append(i))
+    return computed
 
 
 @pytest.mark.peer
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("kind", ["token", "registers", "pooled, then normed", "distilled", "clip"])
-def test_layers_are_those_of_timm(kind: str, norm: bool) -> None:
+def test_layers_match_timm(kind: str, norm: bool) -> None:
     import_peer("timm")
     from timm.models import deit, vision_transformer
 
@@ -52,8 +52,8 @@ def test_layers_are_those_of_timm(kind: str, norm: bool) -> None:
         "distilled": {},
         "clip": {"pre_norm": True, "act_layer": "quick_gelu"},
     }[kind]
-    make = deit.VisionTransformerDistilled if kind == "distilled" else vision_transformer.VisionTransformer
-    theirs = make(img_size=32, patch_size=8, embed_dim=64, depth=6, num_heads=2, num_classes=5, **options)
+    vit_class = deit.VisionTransformerDistilled if kind == "distilled" else vision_transformer.VisionTransformer
+    theirs = vit_class(img_size=32, patch_size=8, embed_dim=64, depth=6, num_heads=2, num_classes=5, **options)
     theirs = randomized(theirs)
     net = vitrail.load(theirs).net
     with torch.no_grad():
@@ -72,65 +72,65 @@ def test_layers_are_those_of_timm(kind: str, norm: bool) -> None:
 
 
 @pytest.mark.parametrize("position", ["learned-1d", "relative", "rope-2d"])
-def test_some_layers_are_those_of_all(position: Any) -> None:
-    net = deep(position=position, num_registers=2)
+def test_selected_layers_equal_those_of_a_full_pass(position: Any) -> None:
+    net = deep_net(position=position, num_registers=2)
     with torch.no_grad():
-        whole = net.features(images(), ("tokens", "attention", "logits"))
-        some = net.features(images(), ("tokens", "attention", "logits"), layers=[4, 1, -1])
+        all_layers = net.features(images(), ("tokens", "attention", "logits"))
+        selected = net.features(images(), ("tokens", "attention", "logits"), layers=[4, 1, -1])
         for i, layer in enumerate((4, 1, 5)):
-            assert relative(some.tokens[i], whole.tokens[layer + 1]) <= 1e-6
-            assert relative(some.attention[i], whole.attention[layer]) <= 1e-6
-        assert len(some.tokens) == len(some.attention) == 3
-        assert relative(some.logits, net(images())) <= 1e-5
+            assert relative(selected.tokens[i], all_layers.tokens[layer + 1]) <= 1e-6
+            assert relative(selected.attention[i], all_layers.attention[layer]) <= 1e-6
+        assert len(selected.tokens) == len(selected.attention) == 3
+        assert relative(selected.logits, net(images())) <= 1e-5
         maps = net.features(images(), "patch_maps").patch_maps
     assert len(maps) == 6
-    assert relative(maps[5].flatten(1, 2), whole.tokens[6][:, 3:]) <= 1e-6
+    assert relative(maps[5].flatten(1, 2), all_layers.tokens[6][:, 3:]) <= 1e-6
 
 
-def test_layers_alone_means_their_tokens_and_nothing_else() -> None:
-    net = deep()
-    done = counted(net, net.blocks)
+def test_layers_without_outputs_gives_only_their_tokens() -> None:
+    net = deep_net()
+    computed = record_computed(net, net.blocks)
     out = net.features(images(), layers=[1, 3])
     assert [t.shape for t in out.tokens] == [(2, 17, 32)] * 2
-    assert done == [0, 1, 2, 3]  # and not those after the last one expected
+    assert computed == [0, 1, 2, 3]  # no block after the last selected one
     assert out.logits is None
     net.features(images(), ("logits", "tokens"), layers=[1])
-    assert done[4:] == [0, 1, 2, 3, 4, 5]
+    assert computed[4:] == [0, 1, 2, 3, 4, 5]
 
 
 def test_layers_may_be_a_tensor_or_an_array() -> None:
-    net = deep()
+    net = deep_net()
     for layers in (torch.tensor([3, 1]), np.array([3, 1]), (i for i in (3, 1))):
         out = net.features(images(), layers=layers)
         assert torch.equal(out.tokens[0], net.features(images(), layers=[3]).tokens[0])
         assert len(out.tokens) == 2
 
 
-def test_layers_that_are_not_wanted_are_not_kept() -> None:
-    net, kept = deep(), []
-    net.blocks[0].register_forward_hook(lambda module, inputs, output: kept.append(weakref.ref(output)))
+def test_unselected_layers_are_freed() -> None:
+    net, references = deep_net(), []
+    net.blocks[0].register_forward_hook(lambda module, inputs, output: references.append(weakref.ref(output)))
     with torch.no_grad():
         net.features(images(), layers=[3])
-    assert kept[0]() is None
+    assert references[0]() is None
 
 
 def test_wide_images_give_wide_maps() -> None:
     wide = torch.randn(1, 3, 16, 48)
-    assert deep().features(wide, "patch_maps", layers=[0]).patch_maps[0].shape == (1, 2, 6, 32)
+    assert deep_net().features(wide, "patch_maps", layers=[0]).patch_maps[0].shape == (1, 2, 6, 32)
     hybrid = build(ViTConfig(**DEEP | {"patch_size": 1}, stem=StemConfig(layers=(1, 1), width_factor=0.5)))
     assert hybrid.features(wide, "patch_maps", layers=[0]).patch_maps[0].shape == (1, 2, 6, 32)
 
 
-def test_a_bit_has_stages() -> None:
+def test_layers_of_a_bit_are_its_stages() -> None:
     net = randomized(build(BiTConfig(layers=(1, 1, 1), width_factor=0.5, num_classes=5, image_size=32)))
-    done = counted(net, net.stages)
+    computed = record_computed(net, net.stages)
     with torch.no_grad():
-        whole = net.features(images(), "feature_maps").feature_maps
-        del done[:]
-        some = net.features(images(), layers=[1, 0])
-        assert done == [0, 1]
-        assert [m.shape for m in some.feature_maps] == [(2, 256, 4, 4), (2, 128, 8, 8)]
-        assert torch.equal(some.feature_maps[0], whole[1])
+        all_maps = net.features(images(), "feature_maps").feature_maps
+        del computed[:]
+        selected = net.features(images(), layers=[1, 0])
+        assert computed == [0, 1]
+        assert [m.shape for m in selected.feature_maps] == [(2, 256, 4, 4), (2, 128, 8, 8)]
+        assert torch.equal(selected.feature_maps[0], all_maps[1])
         assert net.features(images(), "patch_maps", layers=[-1]).patch_maps[0].shape == (2, 2, 2, 512)
         both = net.features(images(), ("logits", "feature_maps"), layers=[0])
         assert torch.equal(both.logits, net(images()))
@@ -151,18 +151,18 @@ def test_a_bit_has_stages() -> None:
         ({"layers": [3], "outputs": "feature_maps"}, "'patch_maps' are each layer's"),
     ],
 )
-def test_layers_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_layers_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        deep().features(images(), **options)
+        deep_net().features(images(), **options)
 
 
 def test_prefix_tokens_of_a_network_without_any_are_refused() -> None:
     with pytest.raises(ModelError, match="it has no class, distillation or register tokens"):
-        deep(class_token=False, pool="gap").features(images(), "prefix_tokens")
+        deep_net(class_token=False, pool="gap").features(images(), "prefix_tokens")
 
 
-def test_layers_compile_as_one_graph() -> None:
-    net = deep()
+def test_selected_layers_compile_as_one_graph() -> None:
+    net = deep_net()
     compiled = torch.compile(
         lambda x: net.features(x, "patch_maps", layers=[1, 3]).patch_maps, fullgraph=True, backend="eager"
     )
@@ -170,7 +170,7 @@ def test_layers_compile_as_one_graph() -> None:
         assert relative(compiled(images())[1], net.features(images(), "patch_maps", layers=[3]).patch_maps[0]) <= 1e-6
 
 
-def test_a_model_gives_features_of_images() -> None:
+def test_model_features_accept_one_image_or_a_list() -> None:
     vit = model(small())
     out = vit.features([gradient()] * 3, ("patch_maps", "pooled"), layers=[0, 1], batch_size=2)
     assert [m.shape for m in out.patch_maps] == [(3, 4, 4, 128)] * 2

@@ -19,7 +19,7 @@ from vitrail.models.model_names import SIZES, config_from_name, find_published, 
 from vitrail.models.published_models import PUBLISHED_MODELS, PublishedModel
 
 # Parameters, and GFLOPs of one image at the model's own size. The counts of the sizes at 1000
-# classes are those of the paper's code; the test below holds most of them against timm.
+# classes are those of the paper's code; a test below compares most of them with timm.
 COUNTS = {
     "ViT-Ti/16": (5_717_416, 2.51),
     "ViT-Ti/16@384": (5_790_376, 9.36),
@@ -105,11 +105,11 @@ def test_every_variant_has_a_golden_count() -> None:
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_counts_are_golden(name: str) -> None:
+def test_parameter_and_flop_counts_equal_the_golden_values(name: str) -> None:
     config = parse_name(name)
-    count, giga = COUNTS[name]
+    count, gflops = COUNTS[name]
     assert count_parameters(config) == count
-    assert count_flops(config) / 1e9 == pytest.approx(giga, abs=0.005)
+    assert count_flops(config) / 1e9 == pytest.approx(gflops, abs=0.005)
 
 
 IN_TIMM = {
@@ -122,7 +122,7 @@ IN_TIMM = {
 
 @pytest.mark.peer
 @pytest.mark.parametrize("variant", [v for v in PUBLISHED_MODELS if v.name in IN_TIMM], ids=lambda v: v.name)
-def test_timms_network_of_this_name_has_this_size(variant: PublishedModel) -> None:
+def test_timms_model_of_this_name_has_the_same_parameter_count(variant: PublishedModel) -> None:
     timm = import_peer("timm")
     name = IN_TIMM[variant.name]
     if variant.hub_id.startswith("timm/"):
@@ -140,14 +140,14 @@ def test_timms_network_of_this_name_has_this_size(variant: PublishedModel) -> No
 
 
 @pytest.mark.peer
-def test_every_alias_that_looks_like_timms_is_timms() -> None:
+def test_timm_style_aliases_are_timm_models() -> None:
     timm = import_peer("timm")
     names = [a for v in PUBLISHED_MODELS for a in v.aliases if "_patch" in a and "/" not in a]
     assert len(names) > 30
     assert [n for n in names if not timm.is_model(n)] == []
 
 
-def test_names_are_understood_in_any_spelling() -> None:
+def test_names_are_accepted_in_any_spelling() -> None:
     assert parse_name("vit-b/16") == parse_name("ViT-B/16")
     assert parse_name("ViT-g/14").width == 1408
     assert parse_name("ViT-G/14").width == 1664
@@ -167,10 +167,10 @@ def test_names_are_understood_in_any_spelling() -> None:
     st.integers(1, 4),
     st.sampled_from(["ViT", "DeiT", "DINO"]),
 )
-def test_any_size_patch_and_image_combine(size: str, patch: int, times: int, family: str) -> None:
-    config = parse_name(f"{family}-{size}/{patch}@{patch * times}")
+def test_size_patch_and_image_size_combine_freely(size: str, patch: int, grid_side: int, family: str) -> None:
+    config = parse_name(f"{family}-{size}/{patch}@{patch * grid_side}")
     assert isinstance(config, ViTConfig)
-    assert (config.width, config.grid) == (SIZES[size].width, (times, times))
+    assert (config.width, config.grid) == (SIZES[size].width, (grid_side, grid_side))
     assert infer_num_heads(config.width, config.mlp_dim) == config.num_heads
 
 
@@ -185,20 +185,20 @@ def test_any_size_patch_and_image_combine(size: str, patch: int, times: int, fam
         ("Swin-B/4", "no model is called"),
     ],
 )
-def test_unknown_names_are_answered_with_known_ones(name: str, message: str) -> None:
+def test_unknown_names_suggest_known_ones(name: str, message: str) -> None:
     with pytest.raises(NotFoundError, match=message):
         config_from_name(name)
 
 
-def test_a_name_has_one_meaning() -> None:
+def test_every_name_refers_to_one_model() -> None:
     names = [n.lower() for v in PUBLISHED_MODELS for n in {v.name, v.hub_id.removeprefix("timm/"), *v.aliases} if n]
-    assert {n for n in names if names.count(n) > 1} == {"vit-g/14"}, "the letter's case tells g from G"
+    assert {n for n in names if names.count(n) > 1} == {"vit-g/14"}, "only the case distinguishes g from G"
     assert find_published("ViT-G/14").name == "ViT-G/14"
     assert find_published("ViT-g/14").name == "ViT-g/14"
 
 
 W = "tests/weights"
-PROOF = {
+PARITY_TESTS = {
     "ViT": {
         "golden": f"{W}/test_google.py::google_token",
         "timm": f"{W}/test_timm.py::vit_base_patch16_224",
@@ -233,19 +233,19 @@ PROOF = {
         "transformers": "tests/transformers_peers.py::BitForImageClassification",
     },
 }
-"""Family, peer -> the test file that compares them, and a word of it that would go with the comparison."""
+"""Family, peer -> the test file that compares them and a string that occurs in the comparison."""
 
 
-def test_what_a_family_says_it_was_checked_against_is_tested() -> None:
-    assert {v.family for v in PUBLISHED_MODELS} | {"IJEPA"} == set(FAMILIES) == set(PROOF), (
+def test_every_verified_against_claim_has_a_test() -> None:
+    assert {v.family for v in PUBLISHED_MODELS} | {"IJEPA"} == set(FAMILIES) == set(PARITY_TESTS), (
         "I-JEPA's files are read by path"
     )
     for name, family in FAMILIES.items():
-        said = {claim.split()[0] for claim in family.verified_against.split("; ")}
-        assert said == set(PROOF[name]), name
-        for proof in PROOF[name].values():
-            path, _, word = proof.partition("::")
-            assert word in (ROOT / path).read_text(), proof
+        claims = {claim.split()[0] for claim in family.verified_against.split("; ")}
+        assert claims == set(PARITY_TESTS[name]), name
+        for parity_test in PARITY_TESTS[name].values():
+            path, _, text = parity_test.partition("::")
+            assert text in (ROOT / path).read_text(), parity_test
 
 
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "R26+ViT-S/32", "DeiT-Ti/16-distilled", "SigLIP-B/16", "BiT-R50x1"])

@@ -1,4 +1,4 @@
-"""First values of a network whose weights are sharded over processes (FSDP2), on a CPU with gloo."""
+"""Initialization of a network whose weights are sharded over processes (FSDP2), on a CPU with gloo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = ViTConfig(
 )
 
 
-def work(rank: int, rendezvous: str, out: str) -> None:
+def initialize_sharded(rank: int, rendezvous: str, out: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     net = build(CONFIG, meta=True)
     mesh = init_device_mesh("cpu", (2,))
@@ -40,23 +40,23 @@ def work(rank: int, rendezvous: str, out: str) -> None:
         for parameter in net.parameters():
             parameter.fill_(7)
     net.initialize(0)
-    whole = {name: p.full_tensor() for name, p in net.named_parameters()}
+    full_state = {name: p.full_tensor() for name, p in net.named_parameters()}
     logits = net.eval()(torch.ones(2, 3, 16, 16))
     if rank == 0:
-        torch.save({"state": whole, "logits": logits.detach()}, out)
+        torch.save({"state": full_state, "logits": logits.detach()}, out)
     dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("default")
-def test_every_sharded_parameter_gets_a_first_value(tmp_path: Path) -> None:
-    mp.spawn(work, (str(tmp_path / "rendezvous"), str(tmp_path / "out.pt")), nprocs=2)
-    found = torch.load(tmp_path / "out.pt")
+def test_every_sharded_parameter_is_initialized(tmp_path: Path) -> None:
+    mp.spawn(initialize_sharded, (str(tmp_path / "rendezvous"), str(tmp_path / "out.pt")), nprocs=2)
+    saved = torch.load(tmp_path / "out.pt")
     plain = build(CONFIG, seed=0)
     for name, parameter in plain.named_parameters():
-        got = found["state"][name]
+        got = saved["state"][name]
         assert not (got == 7).any(), name
-        if parameter.detach().std() > 0:  # other random numbers, drawn from the same law
+        if parameter.detach().std() > 0:  # other random numbers from the same distribution
             assert float(got.detach().std()) == pytest.approx(float(parameter.detach().std()), rel=0.5), name
     bound = math.sqrt(6 / 128)
-    assert float(found["state"]["blocks.0.attention.qkv.weight"].detach().abs().max()) <= bound
-    assert found["logits"].isfinite().all()
+    assert float(saved["state"]["blocks.0.attention.qkv.weight"].detach().abs().max()) <= bound
+    assert saved["logits"].isfinite().all()

@@ -1,4 +1,4 @@
-"""The network: every option with every other, any size, named intermediates, first values."""
+"""ViT: combinations of options, image sizes, named outputs and initialization."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def small(**options: object) -> ViTConfig:
 
 @st.composite
 def configs(draw: st.DrawFn) -> ViTConfig:
-    """Any combination of options that has a meaning."""
+    """Any valid combination of options."""
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     position = pick("none", "learned-1d", "learned-2d", "relative", "sincos-2d", "rope-2d")
     class_token = pick(True, False)
@@ -82,21 +82,21 @@ def test_every_option_works_with_every_other(config: ViTConfig) -> None:
     ]
     with torch.no_grad():
         out = net.features(images, outputs=outputs)
-        plain = net(images)
+        logits = net(images)
     tokens = math.prod(config.grid) + config.num_prefix_tokens
-    assert plain.shape == (2, config.num_classes or config.head_width)
-    assert relative(out.logits, plain) <= 1e-5
+    assert logits.shape == (2, config.num_classes or config.head_width)
+    assert relative(out.logits, logits) <= 1e-5
     assert [t.shape for t in out.tokens] == [(2, tokens, 16)] * 3
     assert out.patches.shape == (2, *config.grid, 16)
     for attention in out.attention:
         assert attention.shape == (2, 2, tokens, tokens)
         torch.testing.assert_close(attention.sum(-1), torch.ones(2, 2, tokens))
     if config.distilled:
-        assert relative(sum(out.head_logits) / 2, plain) <= 1e-6
+        assert relative(sum(out.head_logits) / 2, logits) <= 1e-6
     net.train()
     net(images).sum().backward()
     unused = {n for n, p in net.named_parameters() if p.grad is None}
-    assert not unused, "every parameter takes part: what DistributedDataParallel wants"
+    assert not unused, "DistributedDataParallel requires a gradient for every parameter"
     assert count_parameters(config) == sum(p.numel() for p in net.parameters())
 
 
@@ -105,7 +105,7 @@ def test_every_option_works_with_every_other(config: ViTConfig) -> None:
 def test_flops_are_torchs_own_count(config: ViTConfig) -> None:
     net = ViT(config).eval()
     images = torch.randn(1, config.channels, *config.image_size)  # type: ignore[misc]
-    # The counter knows not every fused kernel; written out, attention is two products.
+    # The counter does not support every fused kernel; the math kernel consists of two matrix products.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         net(images)
     assert counter.get_total_flops() == count_flops(config)
@@ -126,14 +126,14 @@ def test_any_size_at_run_time_equals_a_permanent_resize(config: ViTConfig, size:
         assert relative(net.resized(size)(images), net(images)) <= 1e-6
 
 
-def test_patch_projection_is_the_strided_convolution() -> None:
+def test_patch_projection_equals_a_strided_convolution() -> None:
     project = randomized(PatchEmbed(3, 8, (4, 2)))
     images = torch.randn(2, 3, 12, 10)
     expected = F.conv2d(images, project.weight, project.bias, stride=(4, 2)).permute(0, 2, 3, 1)
     assert relative(project(images), expected) <= 1e-6
 
 
-def test_uncovered_edges_are_left_out_as_a_convolution_does() -> None:
+def test_uncovered_edges_are_ignored_as_in_a_convolution() -> None:
     net = randomized(ViT(small(image_size=18, uncovered="ignore")))
     assert net.config.grid == (4, 4)
     images = torch.randn(1, 3, 18, 19)
@@ -145,7 +145,7 @@ def test_uncovered_edges_are_left_out_as_a_convolution_does() -> None:
         net(torch.zeros(1, 3, 3, 16))
 
 
-def test_asking_for_attention_leaves_the_fused_path_to_everybody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_attention_is_bypassed_only_if_attention_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     net, images = randomized(ViT(small())), torch.randn(1, 3, 16, 16)
     calls = []
     fused = F.scaled_dot_product_attention
@@ -169,27 +169,27 @@ def test_asking_for_attention_leaves_the_fused_path_to_everybody_else(monkeypatc
         ({"pool_width": 8}, "belong to pool='coca'"),
     ],
 )
-def test_cocas_pool_says_what_it_needs(options: dict[str, object], message: str) -> None:
+def test_invalid_coca_pool_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         small(**options)
 
 
-def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before() -> None:
+def test_seeded_weights_do_not_depend_on_earlier_draws() -> None:
     config = small(num_registers=2, pool="map", layer_scale=1e-4)
-    one = ViT(config, seed=3)
+    first = ViT(config, seed=3)
     torch.randn(7)
-    two, three = ViT(config, seed=3), ViT(config, seed=4)
-    for (name, a), b in zip(one.state_dict().items(), two.state_dict().values(), strict=True):
+    repeat, other = ViT(config, seed=3), ViT(config, seed=4)
+    for (name, a), b in zip(first.state_dict().items(), repeat.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-    assert not torch.equal(one.patch.weight, three.patch.weight)
+    assert not torch.equal(first.patch.weight, other.patch.weight)
 
 
 @torch.no_grad()
-def test_first_values_are_the_papers() -> None:
+def test_initialization_matches_the_papers_code() -> None:
     net = ViT(ViTConfig(width=384, num_heads=6, mlp_dim=1536, depth=1, num_classes=10, pre_logits=384), seed=0)
     block = net.blocks[0]
     limit = math.sqrt(6 / (384 + 384))
-    for part in block.attention.qkv.weight.chunk(3):  # each a matrix of its own, not one of 3D x D
+    for part in block.attention.qkv.weight.chunk(3):  # initialized as three D x D matrices, not one of 3D x D
         assert part.abs().max() <= limit
         assert part.abs().max() > 0.99 * limit
         assert float(part.std()) == pytest.approx(limit / math.sqrt(3), rel=0.02)
@@ -199,48 +199,48 @@ def test_first_values_are_the_papers() -> None:
     assert float(net.patch.weight.std()) == pytest.approx(1 / math.sqrt(768), rel=0.02)
     assert float(net.pre_logits.weight.std()) == pytest.approx(1 / math.sqrt(384), rel=0.02)
     assert float(net.positions[0].table.std()) == pytest.approx(0.02, rel=0.02)
-    for zeros in (net.class_token, net.head.weight, net.head.bias, net.patch.bias, block.attention.qkv.bias):
-        assert not zeros.any()
+    for parameter in (net.class_token, net.head.weight, net.head.bias, net.patch.bias, block.attention.qkv.bias):
+        assert not parameter.any()
     assert ViT(small(head_bias_init=-10.0)).head.bias.unique().tolist() == [-10.0]
-    mapped = ViT(small(width=256, pool="map", class_token=False, num_registers=4), seed=0)
+    map_net = ViT(small(width=256, pool="map", class_token=False, num_registers=4), seed=0)
     bound = math.sqrt(6 / 257)
-    assert 0.95 * bound < float(mapped.pool.probe.abs().max()) <= bound
-    assert float(mapped.pool.kv.weight.abs().max()) == pytest.approx(math.sqrt(6 / 512), rel=0.01)
-    assert float(mapped.registers.std()) == pytest.approx(1e-6, rel=0.1)
+    assert 0.95 * bound < float(map_net.pool.probe.abs().max()) <= bound
+    assert float(map_net.pool.kv.weight.abs().max()) == pytest.approx(math.sqrt(6 / 512), rel=0.01)
+    assert float(map_net.registers.std()) == pytest.approx(1e-6, rel=0.1)
     assert float(ViT(small(width=512, distilled=True), seed=0).distill_token.std()) == pytest.approx(0.02, rel=0.1)
 
 
-def test_gradient_checkpointing_changes_memory_not_gradients() -> None:
+def test_gradient_checkpointing_saves_memory_and_keeps_gradients() -> None:
     config = small(position="rope-2d", layer_scale=0.1)
     net, images = randomized(ViT(config)).train(), torch.randn(2, 3, 16, 16)
-    twin = copy.deepcopy(net)
-    twin.gradient_checkpointing = True
-    saved = {False: 0, True: 0}
-    for checkpointing, model in ((False, net), (True, twin)):
+    checkpointed = copy.deepcopy(net)
+    checkpointed.gradient_checkpointing = True
+    saved_elements = {False: 0, True: 0}
+    for checkpointing, model in ((False, net), (True, checkpointed)):
 
         def pack(t: torch.Tensor, key: bool = checkpointing) -> torch.Tensor:
-            saved[key] += t.numel()
+            saved_elements[key] += t.numel()
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             loss = model(images).square().sum()
         loss.backward()
-    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+    for a, b in zip(net.parameters(), checkpointed.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
-    assert saved[True] < saved[False] / 2
+    assert saved_elements[True] < saved_elements[False] / 2
 
 
-def test_resampled_positions_are_remembered_in_evaluation_only() -> None:
+def test_resampled_positions_are_cached_in_evaluation_only() -> None:
     net, images = randomized(ViT(small())), torch.randn(1, 3, 24, 24)
     position = net.positions[0]
     with torch.no_grad():
         first = net(images)
         assert position._cache is not None
-        kept = position._cache.value
+        cached = position._cache.value
         net(images)
-        assert position._cache.value is kept
+        assert position._cache.value is cached
         position.table.mul_(2)
-        assert not torch.equal(net(images), first), "a changed table must not be served stale"
+        assert not torch.equal(net(images), first), "a changed table must be resampled again"
         net.load_state_dict({k: v / 2 if k.endswith("table") else v for k, v in net.state_dict().items()})
         assert relative(net(images), first) <= 1e-6
     net.train()
@@ -248,11 +248,11 @@ def test_resampled_positions_are_remembered_in_evaluation_only() -> None:
     net(images).sum().backward()
     assert position._cache is None
     assert position.table.grad.abs().sum() > 0
-    net.eval()(images).sum().backward()  # gradients may be expected in evaluation mode too
+    net.eval()(images).sum().backward()  # gradients are possible in evaluation mode, too
     assert position._cache is None
 
 
-def test_a_skeleton_and_a_state_dict_are_a_network() -> None:
+def test_meta_network_loads_a_state_dict() -> None:
     config = small(
         position="sincos-2d",
         pool="map",
@@ -261,30 +261,30 @@ def test_a_skeleton_and_a_state_dict_are_a_network() -> None:
         patch_size=1,
     )
     net = randomized(ViT(config))
-    skeleton = build(config, meta=True)
-    assert all(p.is_meta for p in skeleton.parameters())
-    assert not list(skeleton.buffers())
-    skeleton.load_state_dict(net.state_dict(), assign=True)
+    meta_net = build(config, meta=True)
+    assert all(p.is_meta for p in meta_net.parameters())
+    assert not list(meta_net.buffers())
+    meta_net.load_state_dict(net.state_dict(), assign=True)
     images = torch.randn(1, 3, 16, 16)
     with torch.no_grad():
-        assert torch.equal(skeleton.eval()(images), net(images))
+        assert torch.equal(meta_net.eval()(images), net(images))
 
 
-def test_new_heads_are_zero_and_leave_the_old_network_alone() -> None:
+def test_with_classes_creates_zero_heads_and_keeps_the_original() -> None:
     net = randomized(ViT(small(pre_logits=12)))
-    fresh = net.with_classes(3)
-    assert fresh.config.num_classes == 3
-    assert fresh.config.pre_logits == 0
-    assert not fresh.head.weight.any()
-    assert not fresh.head.bias.any()
-    assert fresh.blocks[0].mlp.up.weight.data_ptr() != net.blocks[0].mlp.up.weight.data_ptr()
+    new = net.with_classes(3)
+    assert new.config.num_classes == 3
+    assert new.config.pre_logits == 0
+    assert not new.head.weight.any()
+    assert not new.head.bias.any()
+    assert new.blocks[0].mlp.up.weight.data_ptr() != net.blocks[0].mlp.up.weight.data_ptr()
     assert net.with_classes(0)(torch.randn(1, 3, 16, 16)).shape == (1, 16)
-    twin = randomized(ViT(small(distilled=True))).with_classes(2)
-    assert twin.head_distill.weight.shape == (2, 16)
+    distilled = randomized(ViT(small(distilled=True))).with_classes(2)
+    assert distilled.head_distill.weight.shape == (2, 16)
 
 
 @pytest.mark.parametrize("channels", [1, 2, 4, 6])
-def test_other_channels_answer_alike_to_a_gray_image(channels: int) -> None:
+def test_with_channels_adapts_the_patch_projection(channels: int) -> None:
     net = randomized(ViT(small()))
     gray = torch.randn(1, 1, 16, 16)
     with torch.no_grad():
@@ -300,7 +300,7 @@ def test_other_channels_answer_alike_to_a_gray_image(channels: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @pytest.mark.parametrize("position", ["none", "learned-1d", "learned-2d", "relative", "sincos-2d", "rope-2d"])
-def test_every_precision_stays_what_it_is(position: str, dtype: torch.dtype) -> None:
+def test_outputs_have_the_dtype_of_the_network(position: str, dtype: torch.dtype) -> None:
     net = randomized(ViT(small(position=position)))
     images = torch.randn(1, 3, 16, 16)
     with torch.no_grad():
@@ -310,28 +310,28 @@ def test_every_precision_stays_what_it_is(position: str, dtype: torch.dtype) -> 
     assert relative(got, expected) <= (1e-5 if dtype == torch.float64 else 0.02)
 
 
-def test_threads_with_other_grids_do_not_meet_in_the_cache() -> None:
+def test_threads_with_different_grids_do_not_mix_cached_tables() -> None:
     net = randomized(ViT(small(depth=1)))
     position, like = net.positions[0], torch.zeros(1)
     with torch.no_grad():
         expected = {grid: position.build_table(grid, like) for grid in ((4, 4), (2, 8), (8, 2))}
 
-    def ask(grid: tuple[int, int]) -> bool:
+    def all_equal(grid: tuple[int, int]) -> bool:
         with torch.no_grad():
             return all(torch.equal(position(grid, like), expected[grid]) for _ in range(300))
 
     with ThreadPoolExecutor(3) as pool:
-        assert all(pool.map(ask, expected))
+        assert all(pool.map(all_equal, expected))
 
 
-def test_weights_may_be_mapped_over_as_ensembles_do() -> None:
+def test_vmap_over_stacked_weights_matches_each_network() -> None:
     nets = [randomized(ViT(small()), seed) for seed in (0, 1)]
     params, _ = torch.func.stack_module_state(nets)
     images = torch.randn(2, 3, 24, 16)
     run = lambda weights: torch.func.functional_call(nets[0], weights, (images,))  # noqa: E731
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # torch maps over no fused attention
-        together = torch.vmap(run)(params)
-        for got, net in zip(together, nets, strict=True):
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # vmap does not support fused attention
+        stacked_logits = torch.vmap(run)(params)
+        for got, net in zip(stacked_logits, nets, strict=True):
             assert relative(got, net(images)) <= 1e-5
 
 
@@ -345,7 +345,7 @@ def test_weights_may_be_mapped_over_as_ensembles_do() -> None:
         (torch.zeros(1, 3, 16, 2), "try width 4"),
     ],
 )
-def test_wrong_images_get_one_clear_sentence(images: torch.Tensor, message: str) -> None:
+def test_invalid_images_are_refused(images: torch.Tensor, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         ViT(small())(images)
 
@@ -359,7 +359,7 @@ def test_wrong_images_get_one_clear_sentence(images: torch.Tensor, message: str)
         ("pool_attention", "pools by 'token'"),
     ],
 )
-def test_wanting_what_is_not_there(outputs: str, message: str) -> None:
+def test_unavailable_outputs_are_refused(outputs: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         ViT(small()).features(torch.zeros(1, 3, 16, 16), outputs=outputs)
 
@@ -383,6 +383,6 @@ def test_wanting_what_is_not_there(outputs: str, message: str) -> None:
         ({"stem": StemConfig(), "patch_size": 3}, "does not divide the stem's"),
     ],
 )
-def test_impossible_configs_are_refused_at_birth(options: dict[str, object], message: str) -> None:
+def test_invalid_configs_are_refused_at_construction(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         small(**options)

@@ -1,9 +1,9 @@
-"""vit-pytorch's own code on the same weights, where it is the same function.
+"""Comparison with vit-pytorch's code on the same weights, where both compute the same function.
 
-Its ViT with patch dropout is: in evaluation nothing is dropped, and what is left is a ViT without
-qkv bias, with LayerNorm's epsilon of torch and no position on the class token. Its plain ViT and its
-SimpleViT normalize each patch before and after the projection, which no network of ours does: of the
-first everything after the patches is compared, of the second the sin-cos positions.
+In evaluation, its ViT with patch dropout is a ViT without qkv bias, with torch's default LayerNorm
+epsilon and no position embedding on the class token. Its plain ViT and SimpleViT normalize each patch
+before and after the projection, which vitrail does not support: of the plain ViT, everything after the
+patch embedding is compared; of SimpleViT, the sin-cos positions.
 """
 
 from __future__ import annotations
@@ -52,40 +52,40 @@ def block_weights(theirs: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def linear(ours: str, theirs: nn.Module) -> dict[str, Tensor]:
+def prefixed_state(ours: str, theirs: nn.Module) -> dict[str, Tensor]:
     return {f"{ours}.{name}": value for name, value in theirs.state_dict().items()}
 
 
-def filled(config: ViTConfig, state: dict[str, Tensor]) -> ViT:
+def loaded(config: ViTConfig, state: dict[str, Tensor]) -> ViT:
     net = build(config, meta=True)
     net.load_state_dict(state, assign=True)
     assert isinstance(net, ViT)
     return net.eval()
 
 
-def whole(theirs: nn.Module, config: ViTConfig) -> ViT:
-    """The network with patch dropout, as ours."""
+def from_patch_dropout_vit(theirs: nn.Module, config: ViTConfig) -> ViT:
+    """A vitrail ViT with the weights of vit-pytorch's ViT with patch dropout."""
     projection, head = theirs.to_patch_embedding[1], theirs.mlp_head
     patches = projection.weight.unflatten(1, (*pair(config.patch_size), 3))  # channels last
-    state = block_weights(theirs) | linear("norm", head[0]) | linear("head", head[1])
+    state = block_weights(theirs) | prefixed_state("norm", head[0]) | prefixed_state("head", head[1])
     state |= {"patch.weight": patches.permute(0, 3, 1, 2), "patch.bias": projection.bias}
     state |= {
         "class_token": theirs.cls_token[0, 0],
         "positions.0.table": theirs.pos_embedding.unflatten(0, config.grid),
     }
-    return filled(config, state)
+    return loaded(config, state)
 
 
 @pytest.mark.parametrize("image", [(32, 32), (24, 56)])
-def test_the_vit_with_patch_dropout_is_the_same_function(image: tuple[int, int]) -> None:
+def test_vit_with_patch_dropout_gives_the_same_logits(image: tuple[int, int]) -> None:
     theirs = randomized(vit_with_patch_dropout.ViT(image_size=image, patch_size=8, **SIZES))
-    net = whole(theirs, OURS.replace(image_size=image, position_on_class=False))
+    net = from_patch_dropout_vit(theirs, OURS.replace(image_size=image, position_on_class=False))
     images = torch.randn(2, 3, *image)
     with torch.no_grad():
         assert relative(net(images), theirs(images)) <= 1e-5
 
 
-def test_a_size_of_the_paper_agrees_too() -> None:
+def test_vit_ti_16_with_patch_dropout_gives_the_same_logits() -> None:
     sizes = {"dim": 192, "depth": 12, "heads": 3, "dim_head": 64, "mlp_dim": 768, "num_classes": 10}
     theirs = randomized(vit_with_patch_dropout.ViT(image_size=224, patch_size=16, **sizes))
     config = OURS.replace(
@@ -93,27 +93,34 @@ def test_a_size_of_the_paper_agrees_too() -> None:
     )
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
-        assert relative(whole(theirs, config)(images), theirs(images)) <= 1e-5
+        assert relative(from_patch_dropout_vit(theirs, config)(images), theirs(images)) <= 1e-5
 
 
-def plain(theirs: nn.Module, **options: Any) -> ViT:
-    """The plain network, as ours but for how patches are projected, which is left out."""
+def from_plain_vit(theirs: nn.Module, **options: Any) -> ViT:
+    """A vitrail ViT with the weights of vit-pytorch's plain ViT, except for the patch projection, which is zero."""
     config = OURS.replace(image_size=32, **options)
-    rows = theirs.pos_embedding
-    table = rows[config.num_positioned_prefix_tokens :].unflatten(0, config.grid)
-    state = block_weights(theirs) | linear("norm", theirs.transformer.norm) | linear("head", theirs.mlp_head)
+    pos_embedding = theirs.pos_embedding
+    table = pos_embedding[config.num_positioned_prefix_tokens :].unflatten(0, config.grid)
+    state = (
+        block_weights(theirs)
+        | prefixed_state("norm", theirs.transformer.norm)
+        | prefixed_state("head", theirs.mlp_head)
+    )
     state |= {"patch.weight": torch.zeros(48, 3, 8, 8), "patch.bias": torch.zeros(48), "positions.0.table": table}
     if config.class_token:
-        state |= {"class_token": theirs.cls_token[0], "positions.0.prefix": rows[: config.num_positioned_prefix_tokens]}
-    return filled(config, state)
+        state |= {
+            "class_token": theirs.cls_token[0],
+            "positions.0.prefix": pos_embedding[: config.num_positioned_prefix_tokens],
+        }
+    return loaded(config, state)
 
 
 @pytest.mark.parametrize(
     ("pool", "options"), [("cls", {"pool": "token"}), ("mean", {"pool": "gap", "class_token": False})]
 )
-def test_the_plain_vit_is_the_same_function_after_the_patches(pool: str, options: dict[str, Any]) -> None:
+def test_plain_vit_gives_the_same_logits_after_the_patch_embedding(pool: str, options: dict[str, Any]) -> None:
     theirs = randomized(vit.ViT(image_size=32, patch_size=8, pool=pool, **SIZES))
-    net, images = plain(theirs, **options), torch.randn(2, 3, 32, 32)
+    net, images = from_plain_vit(theirs, **options), torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         x = theirs.to_patch_embedding(images)
         if net.class_token is not None:
@@ -122,20 +129,20 @@ def test_the_plain_vit_is_the_same_function_after_the_patches(pool: str, options
         assert relative(net.classify(*net.pool_tokens(x)), theirs(images)) <= 1e-5
 
 
-def test_attention_is_what_their_recorder_sees() -> None:
+def test_attention_equals_that_of_their_recorder() -> None:
     theirs = randomized(vit.ViT(image_size=32, patch_size=8, **SIZES))
-    net, images = plain(theirs, pool="token"), torch.randn(2, 3, 32, 32)
+    net, images = from_plain_vit(theirs, pool="token"), torch.randn(2, 3, 32, 32)
     assert net.class_token is not None
-    seen: list[Tensor] = []
+    attention: list[Tensor] = []
     with torch.no_grad():
         logits, expected = recorder.Recorder(theirs)(images)  # B depth H T T
         x = torch.cat([net.class_token.expand(2, 1, -1), theirs.to_patch_embedding(images)], dim=1)
-        x = net.norm_before_pool(net.encode(net.add_position(x, 0, (4, 4)), (4, 4), attention_out=seen))
-        assert relative(torch.stack(seen, dim=1), expected) <= 1e-5
+        x = net.norm_before_pool(net.encode(net.add_position(x, 0, (4, 4)), (4, 4), attention_out=attention))
+        assert relative(torch.stack(attention, dim=1), expected) <= 1e-5
         assert relative(net.classify(*net.pool_tokens(x)), logits) <= 1e-5
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 7)])
-def test_sincos_positions_are_theirs(grid: tuple[int, int]) -> None:
+def test_sincos_positions_equal_theirs(grid: tuple[int, int]) -> None:
     expected = simple_vit.posemb_sincos_2d(*grid, 48)
     assert relative(sincos_2d(grid, 48, torch.zeros(1)), expected) <= 1e-6

@@ -1,4 +1,4 @@
-"""What all objectives promise: sums that add up, images that do not meet, one graph, a clean state."""
+"""Properties of all objectives: additive losses, independent images, one compiled graph, complete state."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objectives.learners import LEARNERS, batch
+from objectives.learners import LEARNERS, make_batch
 
 from vitrail.objectives import Objective
 
 
-def made(kind: str) -> Objective:
+def make_learner(kind: str) -> Objective:
     return LEARNERS[kind]().double().train()
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
 def test_micro_batches_add_up_to_the_batch(kind: str) -> None:
-    learner, given = made(kind), batch(6)
-    whole = learner(*given)
-    whole["loss"].backward()
+    learner, inputs = make_learner(kind), make_batch(6)
+    full = learner(*inputs)
+    full["loss"].backward()
     gradients = [p.grad.clone() for p in learner.parameters()]
     learner.zero_grad()
-    sums: dict[str, float] = dict.fromkeys(whole, 0.0)
-    for part in zip(*(t.split(2) for t in given), strict=True):
-        found = learner(*part)
-        found["loss"].backward()
-        sums = {name: sums[name] + float(found[name].detach()) for name in sums}
-    for name, value in whole.items():
+    sums: dict[str, float] = dict.fromkeys(full, 0.0)
+    for part in zip(*(t.split(2) for t in inputs), strict=True):
+        output = learner(*part)
+        output["loss"].backward()
+        sums = {name: sums[name] + float(output[name].detach()) for name in sums}
+    for name, value in full.items():
         assert value.ndim == 0
         assert sums[name] == pytest.approx(float(value.detach()), rel=1e-12, abs=1e-12)
     for parameter, expected in zip(learner.parameters(), gradients, strict=True):
@@ -39,41 +39,41 @@ def test_micro_batches_add_up_to_the_batch(kind: str) -> None:
 @pytest.mark.parametrize("kind", LEARNERS)
 @settings(max_examples=4)
 @given(order=st.permutations(range(6)))
-def test_the_order_of_a_batch_changes_nothing(kind: str, order: list[int]) -> None:
-    learner, given = made(kind), batch(6)
-    one, two = learner(*given), learner(*(t[order] for t in given))
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-12, atol=1e-12)
+def test_batch_order_does_not_matter(kind: str, order: list[int]) -> None:
+    learner, inputs = make_learner(kind), make_batch(6)
+    output, permuted = learner(*inputs), learner(*(t[order] for t in inputs))
+    for name, value in output.items():
+        torch.testing.assert_close(permuted[name], value, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
-def test_an_image_of_weight_zero_adds_nothing(kind: str) -> None:
-    learner, (images, targets, weights, sample_seeds) = made(kind), batch(6)
-    kept = weights > 0
-    without = learner(images[kept], targets[kept], weights[kept], sample_seeds[kept])
+def test_image_of_weight_zero_contributes_nothing(kind: str) -> None:
+    learner, (images, targets, weights, sample_seeds) = make_learner(kind), make_batch(6)
+    weighted = weights > 0
+    without = learner(images[weighted], targets[weighted], weights[weighted], sample_seeds[weighted])
     without["loss"].backward()
     expected = [p.grad.clone() for p in learner.parameters()]
     learner.zero_grad()
-    images[~kept] = 1e6 * torch.randn_like(images[~kept])
-    targets[~kept] = 0
-    found = learner(images, targets, weights, sample_seeds)
-    found["loss"].backward()
+    images[~weighted] = 1e6 * torch.randn_like(images[~weighted])
+    targets[~weighted] = 0
+    output = learner(images, targets, weights, sample_seeds)
+    output["loss"].backward()
     for name, value in without.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(output[name], value, rtol=1e-12, atol=1e-12)
     for parameter, gradient in zip(learner.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
-def test_weights_count_images(kind: str) -> None:
-    learner, (images, targets, _, sample_seeds) = made(kind), batch(4)
+def test_image_of_weight_two_counts_twice(kind: str) -> None:
+    learner, (images, targets, _, sample_seeds) = make_learner(kind), make_batch(4)
     weights = torch.tensor([2.0, 1.0, 1.0, 0.0])
-    picked = torch.tensor([0, 0, 1, 2])
-    found, expected = (
+    repeated = torch.tensor([0, 0, 1, 2])
+    output, expected = (
         learner(images, targets, weights, sample_seeds),
-        learner(images[picked], targets[picked], torch.ones(4), sample_seeds[picked]),
+        learner(images[repeated], targets[repeated], torch.ones(4), sample_seeds[repeated]),
     )
-    for name, value in found.items():
+    for name, value in output.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
 
 
@@ -82,40 +82,40 @@ ALL = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for k
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_it_is_one_graph_that_serves_every_step(kind: str) -> None:
+def test_objective_compiles_to_one_graph(kind: str) -> None:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    learner = made(kind)
+    learner = make_learner(kind)
     compiled = torch.compile(learner, fullgraph=True, backend="aot_eager")
     for _ in range(2):
-        given = batch(4)
-        found, expected = compiled(*given), learner(*given)
-        assert set(found) == set(expected)
+        inputs = make_batch(4)
+        output, expected = compiled(*inputs), learner(*inputs)
+        assert set(output) == set(expected)
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
-        found["loss"].backward()
+            torch.testing.assert_close(output[name], value, rtol=1e-10, atol=1e-10)
+        output["loss"].backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["softmax", "downsized", "soft"])
-def test_inductor_agrees(kind: str) -> None:
+def test_inductor_matches_eager(kind: str) -> None:
     torch.compiler.reset()
-    learner, given = made(kind), batch(4)
+    learner, inputs = make_learner(kind), make_batch(4)
     compiled = torch.compile(learner, fullgraph=True)
     for _ in range(5):
-        found, expected = compiled(*given), learner(*given)
+        output, expected = compiled(*inputs), learner(*inputs)
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
-        found["loss"].backward()
+            torch.testing.assert_close(output[name], value, rtol=1e-6, atol=1e-6)
+        output["loss"].backward()
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
-def test_every_parameter_learns_and_is_saved_and_has_its_place(kind: str) -> None:
-    learner = made(kind)
-    learner(*batch(6))["loss"].backward()
+def test_every_parameter_has_a_gradient_a_state_entry_and_a_layer(kind: str) -> None:
+    learner = make_learner(kind)
+    learner(*make_batch(6))["loss"].backward()
     parameters = dict(learner.named_parameters())
-    assert all(p.grad is not None for p in parameters.values()), "what DistributedDataParallel waits for"
+    assert all(p.grad is not None for p in parameters.values()), "DistributedDataParallel needs every gradient"
     assert set(learner.state_dict()) == set(parameters)
     assert {f"net.{name}" for name in learner.net.state_dict()} <= set(parameters)
     assert (
@@ -128,34 +128,34 @@ def test_every_parameter_learns_and_is_saved_and_has_its_place(kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
-def test_half_precision_gives_losses_in_single(kind: str) -> None:
-    learner, given = LEARNERS[kind](), batch(4, torch.float32)
+def test_autocast_losses_are_float32(kind: str) -> None:
+    learner, inputs = LEARNERS[kind](), make_batch(4, torch.float32)
     if hasattr(learner, "teacher"):
         learner.teacher.net.float()
         learner.teacher.scale, learner.teacher.shift = learner.teacher.scale.float(), learner.teacher.shift.float()
-    expected = learner(*given)["loss"]
+    expected = learner(*inputs)["loss"]
     with torch.autocast("cpu", torch.bfloat16):
-        found = learner(*given)["loss"]
-    assert found.dtype == torch.float32
-    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=0.05)
+        loss = learner(*inputs)["loss"]
+    assert loss.dtype == torch.float32
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=0.05)
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
-def test_recomputing_blocks_changes_nothing(kind: str) -> None:
-    learner, given = made(kind), batch(4)
+def test_gradient_checkpointing_does_not_change_gradients(kind: str) -> None:
+    learner, inputs = make_learner(kind), make_batch(4)
     twin = copy.deepcopy(learner)
     twin.net.gradient_checkpointing = True
-    for one in (learner, twin):
-        one(*given)["loss"].backward()
+    for module in (learner, twin):
+        module(*inputs)["loss"].backward()
     for a, b in zip(learner.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
-def test_without_keys_it_draws_its_own(kind: str) -> None:
-    learner, (images, targets, weights, _) = made(kind), batch(4)
+def test_randomness_comes_from_torch_without_sample_seeds(kind: str) -> None:
+    learner, (images, targets, weights, _) = make_learner(kind), make_batch(4)
     torch.manual_seed(0)
-    one, two = learner(images, targets, weights)["loss"], learner(images, targets, weights)["loss"]
-    assert one != two
+    first, second = learner(images, targets, weights)["loss"], learner(images, targets, weights)["loss"]
+    assert first != second
     torch.manual_seed(0)
-    assert learner(images, targets, weights)["loss"] == one
+    assert learner(images, targets, weights)["loss"] == first

@@ -1,4 +1,4 @@
-"""Every recipe builds, survives JSON, and opens with what it has shown or says that it has not been run."""
+"""Recipes: networks build, JSON round-trips, and docstrings state a result or that the recipe was not run."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from vitrail.config import Duration, TrainConfig, epochs
 from vitrail.models import build
 from vitrail.recipes import RECIPES
 from vitrail.recipes.finetune import finetune, finetune_paper, train_only
-from vitrail.train.lr_schedule import LRSchedule
+from vitrail.training.lr_schedule import LRSchedule
 
-PROMISED = {
+EXPECTED_RECIPES = {
     "digits", "mnist", "fashion-mnist", "cifar10", "imagenet1k-s16", "imagenet21k-b16", "deit-s16", "masked-patch",
 }  # fmt: skip
 IMAGES = {"digits": 1_438, "mnist": 60_000, "fashion-mnist": 60_000, "cifar10": 50_000, "cifar100": 50_000}
 
 
-def test_the_promised_ones_are_there():
-    assert set(RECIPES) >= PROMISED
+def test_expected_recipes_exist():
+    assert set(RECIPES) >= EXPECTED_RECIPES
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_named_as_it_is_called(name: str):
+def test_config_name_is_the_recipe_name(name: str):
     assert RECIPES[name]().name == name
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_json_and_back_is_the_identity(name: str):
+def test_json_round_trip_is_the_identity(name: str):
     config = RECIPES[name]()
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_its_network_can_be_built_and_sees_what_is_prepared(name: str):
+def test_network_builds_and_matches_the_preprocessing(name: str):
     config = RECIPES[name]()
     assert config.model is not None
     net = build(config.model.replace(num_classes=10), meta=True)
@@ -48,7 +48,7 @@ def test_its_network_can_be_built_and_sees_what_is_prepared(name: str):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_its_schedule_fits_into_its_length(name: str):
+def test_schedule_fits_the_duration(name: str):
     config, images = RECIPES[name](), IMAGES.get(name, 1_281_167)
     assert isinstance(config.batch_size, int)
     total = config.duration.to_steps(batch_size=config.batch_size, images=images)
@@ -62,30 +62,30 @@ def docstrings_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_it_opens_with_what_it_has_shown_or_says_that_it_has_not_been_run(name: str):
+def test_docstring_states_a_result_or_that_it_was_not_run(name: str):
     text = " ".join(docstrings_of(name).split())
-    shown = re.search(r"\d+(\.\d+)? %", text) and re.search(r"Run: vitrail train", text)
-    assert shown or re.search(r"[Nn]ot (yet )?(been )?run\b|has been run by this project", text), text
+    has_result = re.search(r"\d+(\.\d+)? %", text) and re.search(r"Run: vitrail train", text)
+    assert has_result or re.search(r"[Nn]ot (yet )?(been )?run\b|has been run by this project", text), text
 
 
 README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_readme_has_the_same_accuracy_and_interval(name: str):
+def test_readme_states_the_same_accuracy_and_interval(name: str):
     command = "vitrail train" if name == "digits" else f"vitrail train {name}"
     row = re.search(rf"^\| `{command}` \|.*?\*\*(\S+ %)\*\* \((\S+ to \S+)\)", README.read_text(encoding="utf-8"), re.M)
     if row is None:
         pytest.skip("the README has no row for it")
-    own = RECIPES[name].__doc__ or ""
-    claim = " ".join((own if " % " in own else docstrings_of(name)).split())
+    docstring = RECIPES[name].__doc__ or ""
+    claim = " ".join((docstring if " % " in docstring else docstrings_of(name)).split())
     assert row[1] in claim
     assert row[2] in claim
 
 
 @pytest.mark.parametrize("images", [1, 5, 20, 100, 3_000, 60_000, 2_000_000])
 @pytest.mark.parametrize("make", [finetune, finetune_paper])
-def test_fine_tuning_fits_any_number_of_images(make, images: int):
+def test_fine_tuning_recipes_fit_any_number_of_images(make, images: int):
     for device in ("cpu", "cuda"):
         config = make("start", "photos", images=images, device=device)
         assert 1 <= config.batch_size <= images
@@ -94,8 +94,8 @@ def test_fine_tuning_fits_any_number_of_images(make, images: int):
         assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_the_papers_settings():
-    """Its Table 4 and appendix B.1.1."""
+def test_paper_recipe_has_the_papers_settings():
+    """Table 4 and appendix B.1.1 of the paper."""
     config = finetune_paper("start", "photos", images=1_281_167)
     optim = config.optim
     assert (optim.kind, optim.momentum, optim.grad_clip, optim.weight_decay) == ("sgd", 0.9, 1.0, 0.0)

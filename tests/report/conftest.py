@@ -1,4 +1,4 @@
-"""A finished run and a small model that the tests of this folder share."""
+"""Fixtures: a finished run and a small model."""
 
 from __future__ import annotations
 

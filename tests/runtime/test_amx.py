@@ -28,12 +28,12 @@ def _clear_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not report AMX here")
-def test_a_product_succeeds_on_this_machine() -> None:
+def test_bfloat16_product_succeeds_on_this_machine() -> None:
     code = "from vitrail.runtime.amx import check_bfloat16; check_bfloat16(); import torch; "
     code += "a = torch.ones(128, 128, dtype=torch.bfloat16); print((a @ a).float().mean().item())"
     environment = {name: value for name, value in os.environ.items() if name != ISA_VARIABLE}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "128.0\n"), done.stderr
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "128.0\n"), result.stderr
 
 
 def test_broken_amx_is_turned_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -50,7 +50,7 @@ def test_a_failure_without_amx_is_an_error_with_a_remedy(monkeypatch: pytest.Mon
     assert ISA_VARIABLE not in os.environ
 
 
-def test_a_variable_that_is_set_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_setting_of_the_variable_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(amx, "_product_succeeds", lambda: pytest.fail("called"))
     monkeypatch.setenv(ISA_VARIABLE, "AVX2")
     check_bfloat16()
@@ -58,11 +58,11 @@ def test_a_variable_that_is_set_is_respected(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(
-    ("ends", "survives"), [(lambda: None, True), (lambda: os.kill(os.getpid(), signal.SIGILL), False)]
+    ("product", "succeeds"), [(lambda: None, True), (lambda: os.kill(os.getpid(), signal.SIGILL), False)]
 )
-def test_a_crash_stays_in_the_forked_process(monkeypatch: pytest.MonkeyPatch, ends, survives: bool) -> None:
-    monkeypatch.setattr(amx, "_product", ends)
-    assert amx._product_succeeds() is survives
+def test_a_crash_stays_in_the_forked_process(monkeypatch: pytest.MonkeyPatch, product, succeeds: bool) -> None:
+    monkeypatch.setattr(amx, "_product", product)
+    assert amx._product_succeeds() is succeeds
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -70,6 +70,6 @@ def test_a_crash_leaves_no_core_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """The child exits with an error if the kernel would write one."""
     import resource
 
-    limited = lambda: None if resource.getrlimit(resource.RLIMIT_CORE) == (0, 0) else os.abort()  # noqa: E731
-    monkeypatch.setattr(amx, "_product", limited)
+    check_limit = lambda: None if resource.getrlimit(resource.RLIMIT_CORE) == (0, 0) else os.abort()  # noqa: E731
+    monkeypatch.setattr(amx, "_product", check_limit)
     assert amx._product_succeeds()

@@ -1,4 +1,4 @@
-"""The number of threads follows the cores that a process may use."""
+"""The number of usable cores: CPU affinity and cgroup quotas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vitrail.runtime.cores import cgroup_quota, usable_cores
 
 
 def quota_of(folder: Path, membership: str, files: dict[str, str]) -> float:
-    """The quota that these files set."""
+    """The CPU quota that these cgroup files set."""
     (folder / "membership").write_text(membership)
     for name, text in files.items():
         path = folder / "cgroup" / name
@@ -32,8 +32,8 @@ V1 = "5:cpu,cpuacct:/pods/mine\n4:memory:/elsewhere\n1:name=systemd:/\n"
     [
         (V2, {"pods/mine/cpu.max": "150000 100000\n"}, 1.5),
         (V2, {"pods/mine/cpu.max": "max 100000\n"}, math.inf),
-        (V2, {"pods/mine/cpu.max": "400000 100000\n", "pods/cpu.max": "200000 100000\n"}, 2),  # the tighter one
-        (V2, {"cpu.max": "300000 100000\n"}, 3),  # a container sees its own group as the root
+        (V2, {"pods/mine/cpu.max": "400000 100000\n", "pods/cpu.max": "200000 100000\n"}, 2),  # the lower one
+        (V2, {"cpu.max": "300000 100000\n"}, 3),  # in a container its own group is the root
         (V2, {}, math.inf),
         (V2, {"cpu.max": "not a quota"}, math.inf),
         (V2, {"cpu.max": "100000 0"}, math.inf),
@@ -44,7 +44,7 @@ V1 = "5:cpu,cpuacct:/pods/mine\n4:memory:/elsewhere\n1:name=systemd:/\n"
         (V1, {"memory/elsewhere/cpu.max": "100000 100000\n"}, math.inf),
     ],
 )
-def test_the_lowest_quota_of_the_groups_counts(
+def test_lowest_quota_of_all_parent_groups_applies(
     tmp_path: Path, membership: str, files: dict[str, str], expected: float
 ) -> None:
     assert quota_of(tmp_path, membership, files) == expected
@@ -52,18 +52,18 @@ def test_the_lowest_quota_of_the_groups_counts(
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no affinity")
 @pytest.mark.parametrize(
-    ("allowed", "share", "expected"), [(64, 2, 2), (64, 1.5, 2), (3, math.inf, 3), (2, 64, 2), (8, 0.3, 1)]
+    ("allowed", "quota", "expected"), [(64, 2, 2), (64, 1.5, 2), (3, math.inf, 3), (2, 64, 2), (8, 0.3, 1)]
 )
 def test_affinity_and_quota_limit_the_cores(
-    monkeypatch: pytest.MonkeyPatch, allowed: int, share: float, expected: int
+    monkeypatch: pytest.MonkeyPatch, allowed: int, quota: float, expected: int
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(allowed)))
-    monkeypatch.setattr(module, "cgroup_quota", lambda: share)
+    monkeypatch.setattr(module, "cgroup_quota", lambda: quota)
     assert usable_cores() == expected
 
 
-def test_the_service_uses_this_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_defaults_to_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     need_extra("serve")
     from vitrail.serve.limits import BatchingConfig
     from vitrail.serve.server import ServerConfig

@@ -21,14 +21,14 @@ def _clear_cache() -> None:
     detect_cpu.cache_clear()
 
 
-def test_this_cpu_has_a_name_and_lists_what_torch_uses():
-    here = detect_cpu()
-    assert here.name
-    assert here.cache_key == detect_cpu().cache_key
-    if "avx2" in here.features:
-        assert "AVX2" in here.instructions
-    assert set(here.instructions) <= {display for _, display in INSTRUCTION_SETS.values()}
-    assert here.name in str(here)
+def test_this_cpu_has_a_name_and_known_instruction_sets():
+    cpu = detect_cpu()
+    assert cpu.name
+    assert cpu.cache_key == detect_cpu().cache_key
+    if "avx2" in cpu.features:
+        assert "AVX2" in cpu.instructions
+    assert set(cpu.instructions) <= {display for _, display in INSTRUCTION_SETS.values()}
+    assert cpu.name in str(cpu)
 
 
 @pytest.mark.parametrize(
@@ -40,20 +40,22 @@ def test_this_cpu_has_a_name_and_lists_what_torch_uses():
         (None, "arm64", "unknown CPU", (), False),
     ],
 )
-def test_without_torch_cpuinfo_is_read(monkeypatch, tmp_path: Path, text, machine, name, instructions, saturates):
+def test_cpuinfo_is_read_if_torch_reports_no_capabilities(
+    monkeypatch, tmp_path: Path, text, machine, name, instructions, saturates
+):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr("platform.processor", lambda: "")
     monkeypatch.setattr(module, "CPUINFO", tmp_path / "cpuinfo")
     if text is not None:
         (tmp_path / "cpuinfo").write_text(text)
-    here = detect_cpu()
-    assert (here.name, here.instructions, here.int8_saturates) == (name, instructions, saturates)
+    cpu = detect_cpu()
+    assert (cpu.name, cpu.instructions, cpu.int8_saturates) == (name, instructions, saturates)
 
 
-def test_a_limit_on_instruction_sets_makes_another_key(monkeypatch):
-    one = CpuInfo("a", "x86_64", ("avx2",), ("AVX2",))
+def test_limiting_the_instruction_sets_changes_the_cache_key(monkeypatch):
+    cpu = CpuInfo("a", "x86_64", ("avx2",), ("AVX2",))
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    free = one.cache_key
+    unlimited_key = cpu.cache_key
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
-    assert one.cache_key != free
+    assert cpu.cache_key != unlimited_key

@@ -1,4 +1,4 @@
-"""malloc keeps freed memory: it is reused without page faults."""
+"""tune_malloc: freed memory is reused without page faults; trim_malloc returns it to the system."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(malloc.platform.libc_ver()[0] != "glibc", reason="only glibc supports it")
-def test_pages_are_faulted_in_once() -> None:
+def test_freed_pages_are_reused_without_page_faults() -> None:
     output = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, check=True).stdout
     pages = 3 * (1 << 24) // 4096  # used by one step
     assert int(output) < pages, (
@@ -47,21 +47,21 @@ def test_another_libc_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
 TRIM = """
 from pathlib import Path
 from vitrail.runtime.malloc import tune_malloc, trim_malloc
-held = lambda: int(Path("/proc/self/statm").read_text().split()[1])
+resident_pages = lambda: int(Path("/proc/self/statm").read_text().split()[1])
 assert tune_malloc()
-before = held()
+before = resident_pages()
 blocks = [bytearray(b"x" * 1_000_000) for _ in range(100)]
 last = bytearray(b"x" * 1_000_000)
 del blocks
-kept = held()
+freed = resident_pages()
 trim_malloc()
-print(kept - before, held() - before)
+print(freed - before, resident_pages() - before)
 """
 
 
 @pytest.mark.skipif(malloc.platform.libc_ver()[0] != "glibc", reason="only glibc supports it")
 def test_trimming_returns_freed_memory_to_the_system() -> None:
     output = subprocess.run([sys.executable, "-c", TRIM], capture_output=True, check=True).stdout
-    kept, left = (pages * 4096 for pages in map(int, output.split()))
-    assert kept > 80_000_000
-    assert left < 20_000_000
+    before_trim, after_trim = (pages * 4096 for pages in map(int, output.split()))
+    assert before_trim > 80_000_000
+    assert after_trim < 20_000_000

@@ -1,4 +1,4 @@
-"""The peak of a device is the fastest product of a training step, whichever that is."""
+"""The peak FLOP rate of a device is that of the fastest matrix product of a training step."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_the_products_are_those_of_a_linear_layer():
         torch.testing.assert_close(product(a), expected)
 
 
-@pytest.mark.parametrize("fast", range(3))
-def test_the_fastest_layout_and_size_are_the_peak(fast: int, monkeypatch: pytest.MonkeyPatch):
-    """As on a CPU without bfloat16, where one layout is 30 times faster than another."""
-    seen = []
+@pytest.mark.parametrize("fastest", range(3))
+def test_peak_is_the_rate_of_the_fastest_layout_and_size(fastest: int, monkeypatch: pytest.MonkeyPatch):
+    """On a CPU without bfloat16, one layout is 30 times faster than another."""
+    measured = []
 
     def rate(product, a, synchronize):
-        seen.append((PRODUCTS.index(product), len(a)))
-        return (30e9 if seen[-1][0] == fast else 1e9) * (2 if len(a) == 512 else 1)
+        measured.append((PRODUCTS.index(product), len(a)))
+        return (30e9 if measured[-1][0] == fastest else 1e9) * (2 if len(a) == 512 else 1)
 
     monkeypatch.setattr(peak_flops, "_rate", rate)
     monkeypatch.setattr(peak_flops, "MEASUREMENT_S", 60.0)
@@ -46,17 +46,17 @@ def test_the_fastest_layout_and_size_are_the_peak(fast: int, monkeypatch: pytest
     monkeypatch.setattr(peak_flops, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(peak_flops, "_sides", lambda *_: (256, 512, 1024))
     assert measure_peak_flops(CPU, torch.bfloat16) == 60e9
-    assert {layout for layout, side in seen if side == 256} == {0, 1, 2}
-    assert {layout for layout, side in seen if side > 256} == {fast}  # a slow product would take seconds
+    assert {layout for layout, side in measured if side == 256} == {0, 1, 2}
+    assert {layout for layout, side in measured if side > 256} == {fastest}  # a slow product would take seconds
 
 
 def test_a_peak_is_measured_once():
-    found = measure_peak_flops(CPU, torch.float32)
-    assert 1e8 < found < 1e15
-    assert measure_peak_flops(CPU, torch.float32) == found
+    peak = measure_peak_flops(CPU, torch.float32)
+    assert 1e8 < peak < 1e15
+    assert measure_peak_flops(CPU, torch.float32) == peak
 
 
-def test_a_slowdown_is_that_of_all_three_products(monkeypatch: pytest.MonkeyPatch):
+def test_slowdown_is_the_mean_over_all_three_products(monkeypatch: pytest.MonkeyPatch):
     rates = {(dtype, layout): 8e9 for dtype in (torch.float32, torch.bfloat16) for layout in range(3)}
     rates[torch.bfloat16, 2] = 1e9
     monkeypatch.setattr(peak_flops, "_rate", lambda product, a, synchronize: rates[a.dtype, PRODUCTS.index(product)])
@@ -64,5 +64,5 @@ def test_a_slowdown_is_that_of_all_three_products(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.gpu
-def test_a_gpus_peak_is_that_of_its_matrix_units():
+def test_gpu_peak_is_that_of_its_tensor_cores():
     assert 1e13 < measure_peak_flops(torch.device("cuda"), torch.bfloat16) < 1e16

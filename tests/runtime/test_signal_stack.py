@@ -1,4 +1,4 @@
-"""Signals are handled after OpenVINO's engines are gone."""
+"""Signals are still handled after OpenVINO engines are closed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT = """
 import os, signal
 import numpy as np
 import vitrail
-from vitrail.api.exporting import with_engine
+from vitrail.exporting.export_model import with_engine
 
 model, image = vitrail.load("vitrail/cifar10"), np.zeros((32, 32, 3), np.uint8)
 handled = []
@@ -30,7 +30,7 @@ print("handled" if handled else "lost")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sigaltstack as on Linux")
-def test_a_signal_is_handled_after_engines_were_closed_in_the_order_they_were_opened() -> None:
-    """Each engine found the signal stack of the one before, and restored it when that was freed."""
-    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", SCRIPT], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "handled"), done.stderr
+def test_signals_are_handled_after_engines_are_closed_in_opening_order() -> None:
+    """Each engine saved the previous engine's signal stack and restored it after it was freed."""
+    result = subprocess.run([sys.executable, "-X", "faulthandler", "-c", SCRIPT], capture_output=True, text=True)
+    assert (result.returncode, result.stdout.strip()) == (0, "handled"), result.stderr

@@ -1,4 +1,4 @@
-"""Names from untrusted files on a terminal and in notes."""
+"""Untrusted text, such as names from files, on a terminal and in notes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ HOSTILE = "a\x1b[31mb\x1b]0;title\x07\x9b2J\r\u202ec[red]d[/red]:cat:"
 ESCAPED = r"a\x1b[31mb\x1b]0;title\x07\x9b2J\r\u202ec[red]d[/red]:cat:"
 
 
-def test_control_characters_become_escapes_and_the_rest_stays():
+def test_control_characters_are_escaped_and_other_text_is_kept():
     assert escape_control(HOSTILE) == ESCAPED
     assert escape_control("tab\tline\nçå 猫 👩\u200d🔬") == "tab\tline\nçå 猫 👩\u200d🔬"
 
 
-def test_nothing_that_is_printed_controls_the_terminal():
+def test_printed_text_cannot_control_the_terminal():
     out = io.StringIO()
     console = SafeConsole(file=out, force_terminal=True, color_system=None, width=200)
     table = Table(HOSTILE)
     table.add_row(HOSTILE)
-    for what in (HOSTILE, Text(HOSTILE), table):
-        console.print(what)
+    for item in (HOSTILE, Text(HOSTILE), table):
+        console.print(item)
     bar = Progress(TextColumn("{task.description}", markup=False), console=console)
     bar.add_task(HOSTILE)
     console.print(bar)
@@ -41,7 +41,7 @@ def test_nothing_that_is_printed_controls_the_terminal():
     assert not {"\x1b", "\x07", "\x9b", "\r", "\u202e"} & set(out.getvalue())
 
 
-def test_errors_and_notes_show_every_control_character(capsys: pytest.CaptureFixture[str], monkeypatch):
+def test_errors_and_notes_escape_every_control_character(capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setattr(console, "err", SafeConsole(file=sys.stdout, width=200))
     for print_line in (console.print_error, console.print_stopped, console.print_note):
         print_line(HOSTILE)  # rich's Text drops some of them, the bell for one
@@ -61,14 +61,14 @@ def test_errors_and_notes_show_every_control_character(capsys: pytest.CaptureFix
 def test_a_note_ends_in_one_period_or_an_ellipsis(
     note: str, expected: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(runtime, "_logged", set())
+    monkeypatch.setattr(runtime.notes, "_logged", set())
     monkeypatch.setattr(logging.getLogger("vitrail"), "propagate", True)
     warn_once([note])
     assert [record.getMessage() for record in caplog.records] == [expected]
 
 
 def test_one_note_can_be_suppressed(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runtime, "_logged", set())
+    monkeypatch.setattr(runtime.notes, "_logged", set())
     monkeypatch.setattr(logging.getLogger("vitrail"), "propagate", True)
     with suppress_note("names were assumed"):
         warn_once(["names were assumed", "another"], about="a.safetensors")

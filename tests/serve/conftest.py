@@ -19,7 +19,7 @@ FLAGS = [
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"),  # a fake camera
 ]
-Opened = Callable[..., Any]
+OpenPage = Callable[..., Any]
 
 
 class ServeTestModule(pytest.Module):
@@ -36,7 +36,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 @pytest.fixture
-def senders() -> Iterator[ThreadPoolExecutor]:
+def request_pool() -> Iterator[ThreadPoolExecutor]:
     """Threads that send requests in parallel."""
     with ThreadPoolExecutor(40) as pool:
         yield pool
@@ -45,15 +45,15 @@ def senders() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Chromium, started once per file; while it runs, this thread cannot have another event loop."""
-    api = pytest.importorskip("playwright.sync_api", reason="the page is tested with it: pip install playwright")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("the page is tested with Chromium, which is not here: apt install chromium")
-    api.expect.set_options(timeout=20_000)  # the machine may be busy
+    api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
+    executable = shutil.which("chromium") or shutil.which("chromium-browser")
+    if executable is None:
+        pytest.skip("Chromium is not installed: apt install chromium")
+    api.expect.set_options(timeout=20_000)  # for busy machines
     with api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield started
-        started.close()
+        chromium = playwright.chromium.launch(executable_path=executable, args=FLAGS)
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture(scope="module")
@@ -71,36 +71,36 @@ def site(cifar10: vitrail.Model) -> Iterator[Any]:
 
 
 @pytest.fixture
-def opened(browser: Any, site: Any) -> Iterator[Opened]:
+def open_page(browser: Any, site: Any) -> Iterator[OpenPage]:
     """Opens the page; fails on console errors and on requests to other hosts."""
-    complaints: list[str] = []
-    elsewhere: list[str] = []
+    errors: list[str] = []
+    external_requests: list[str] = []
     with ExitStack() as stack:
 
-        def open_page(
-            fragment: str = "", *, at: str = "", context: Any = None, allowed: str = "", **options: Any
+        def open_(
+            fragment: str = "", *, base_url: str = "", context: Any = None, allowed_error: str = "", **options: Any
         ) -> Any:
-            origin = (at or str(site.base_url)).rstrip("/")
+            origin = (base_url or str(site.base_url)).rstrip("/")
             if context is None:
                 context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | options)
                 stack.callback(context.close)
             page = context.new_page()
             page.set_default_timeout(20_000)
 
-            def complain(text: str) -> None:
-                if not (allowed and allowed in text):
-                    complaints.append(text)
+            def record(text: str) -> None:
+                if not (allowed_error and allowed_error in text):
+                    errors.append(text)
 
-            page.on("console", lambda said: complain(said.text) if said.type in ("error", "warning") else None)
-            page.on("pageerror", lambda error: complain(str(error)))
-            page.on("request", lambda asked: _here(asked.url, origin) or elsewhere.append(asked.url))
+            page.on("console", lambda message: record(message.text) if message.type in ("error", "warning") else None)
+            page.on("pageerror", lambda error: record(str(error)))
+            page.on("request", lambda request: _is_local(request.url, origin) or external_requests.append(request.url))
             page.goto(f"{origin}/{fragment}")
             return page
 
-        yield open_page
-    assert complaints == []
-    assert elsewhere == []
+        yield open_
+    assert errors == []
+    assert external_requests == []
 
 
-def _here(url: str, origin: str) -> bool:
+def _is_local(url: str, origin: str) -> bool:
     return url.startswith((f"{origin}/", "data:", "blob:"))

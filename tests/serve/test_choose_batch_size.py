@@ -22,30 +22,34 @@ def vit() -> vitrail.Model:
     return model(small())
 
 
-class Timed:
+class FakeEngine:
     """A fake engine with its own clock; some calls are delayed, as by other processes."""
 
     def __init__(
-        self, seconds: Callable[[int], float], vit: vitrail.Model, waits: Sequence[float] = (), name: str = "torch"
+        self, seconds: Callable[[int], float], vit: vitrail.Model, delays: Sequence[float] = (), name: str = "torch"
     ) -> None:
         self.seconds, self.info, self.name, self.precision = seconds, vit.info, name, "float32"
-        self.waits, self.wall, self.own, self.batches = iter(waits), 0.0, 0.0, []
+        self.delays, self.wall_time, self.cpu_time, self.batches = iter(delays), 0.0, 0.0, []
 
     def logits(self, pixels: np.ndarray) -> np.ndarray:
         self.batches.append(len(pixels))
-        self.own += 0.001 if self.name == "openvino" else self.seconds(len(pixels))  # openvino has its own threads
-        self.wall += self.seconds(len(pixels)) + next(self.waits, 0)
+        self.cpu_time += 0.001 if self.name == "openvino" else self.seconds(len(pixels))  # openvino has its own threads
+        self.wall_time += self.seconds(len(pixels)) + next(self.delays, 0)
         return np.zeros((len(pixels), 5), np.float32)
 
-    def both(
+    def batch_sizes(
         self, monkeypatch: pytest.MonkeyPatch, seconds: float = 1e9, parallel_batches: bool = False
     ) -> tuple[int, int]:
-        clocks = {"perf_counter": lambda: self.wall, "monotonic": lambda: self.wall, "thread_time": lambda: self.own}
+        clocks = {
+            "perf_counter": lambda: self.wall_time,
+            "monotonic": lambda: self.wall_time,
+            "thread_time": lambda: self.cpu_time,
+        }
         monkeypatch.setattr(batching, "time", SimpleNamespace(**clocks))
         return choose_batch_size(ServedModel(self, parallel_batches=parallel_batches), (1, 2, 4, 8, 16, 32), seconds)  # type: ignore[arg-type]
 
     def best(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 1e9, parallel_batches: bool = False) -> int:
-        return self.both(monkeypatch, seconds, parallel_batches)[0]
+        return self.batch_sizes(monkeypatch, seconds, parallel_batches)[0]
 
 
 SLOWER_PAST_8 = {1: 24.1, 2: 21.9, 4: 20.5, 8: 19.7, 16: 21.5, 32: 23.8}
@@ -65,31 +69,34 @@ SLOWER_PAST_8 = {1: 24.1, 2: 21.9, 4: 20.5, 8: 19.7, 16: 21.5, 32: 23.8}
 def test_the_batch_size_is_the_smallest_with_nearly_the_best_throughput(
     vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], best: int
 ) -> None:
-    assert Timed(seconds, vit).best(monkeypatch) == best
-    assert Timed(seconds, vit, waits=[0.5] * 7).best(monkeypatch) == best  # the first calls are disturbed
-    disturbed = Timed(seconds, vit, waits=[0.5] * 99)  # but not its CPU time
+    assert FakeEngine(seconds, vit).best(monkeypatch) == best
+    assert FakeEngine(seconds, vit, delays=[0.5] * 7).best(monkeypatch) == best  # the first calls are disturbed
+    disturbed = FakeEngine(seconds, vit, delays=[0.5] * 99)  # but not its CPU time
     assert disturbed.best(monkeypatch, parallel_batches=True) == best
-    assert Timed(seconds, vit, name="openvino").best(monkeypatch, parallel_batches=True) == best
+    assert FakeEngine(seconds, vit, name="openvino").best(monkeypatch, parallel_batches=True) == best
 
 
 @pytest.mark.parametrize(
-    ("seconds", "both"),
+    ("seconds", "batch_sizes"),
     [
         (lambda size: 0.02, (32, 32)),
         (lambda size: SLOWER_PAST_8[size] * size / 1000, (8, 2)),  # 2 take 44 ms, 4 take 82
         (lambda size: 0.3 * size**0.5, (32, 1)),  # even one image exceeds the limit
     ],
 )
-def test_a_short_batch_takes_little_time_where_it_can(
-    vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], both: tuple[int, int]
+def test_the_shared_batch_size_is_limited_by_its_duration(
+    vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], batch_sizes: tuple[int, int]
 ) -> None:
-    assert Timed(seconds, vit).both(monkeypatch) == both
+    assert FakeEngine(seconds, vit).batch_sizes(monkeypatch) == batch_sizes
 
 
 def test_choosing_a_batch_size_has_a_time_limit(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Timed(lambda size: 0.1, vit)
+    slow = FakeEngine(lambda size: 0.1, vit)
     assert slow.best(monkeypatch, seconds=0.25) == 2
     assert slow.batches == [1, 1, 2]  # one warm-up call
-    worse = Timed(lambda size: 0.01 * size * size, vit)
-    assert worse.best(monkeypatch) == 1
-    assert (worse.batches.count(1), worse.batches.count(32)) == (1 + batching.TIMING_ROUNDS, 2)  # dropped as too slow
+    quadratic = FakeEngine(lambda size: 0.01 * size * size, vit)
+    assert quadratic.best(monkeypatch) == 1
+    assert (quadratic.batches.count(1), quadratic.batches.count(32)) == (
+        1 + batching.TIMING_ROUNDS,
+        2,
+    )  # dropped as too slow

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 from fastapi.responses import Response
-from serving import photo, run_server, served, until
+from serving import photo, run_server, served, wait_until
 
 from vitrail.errors import ConfigError
 from vitrail.serve import connections, static_files
@@ -25,15 +25,15 @@ GET = b"GET /healthz HTTP/1.1\r\nhost: here\r\n\r\n"
 def client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     """Client of a server, for each of uvicorn's two protocols."""
     module, _, name = request.param.partition(".")
-    found = pytest.importorskip(f"uvicorn.protocols.http.{module}_impl")
+    protocols = pytest.importorskip(f"uvicorn.protocols.http.{module}_impl")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(connections, "AutoHTTPProtocol", getattr(found, name))
+        patched.setattr(connections, "AutoHTTPProtocol", getattr(protocols, name))
         with run_server(served(), SHORT) as (client, _):
             yield client
 
 
 @contextmanager
-def connected(client: httpx.Client, address: str = "127.0.0.1", **options: int) -> Iterator[socket.socket]:
+def connect(client: httpx.Client, address: str = "127.0.0.1", **options: int) -> Iterator[socket.socket]:
     with socket.socket() as sock:
         sock.bind((address, 0))
         for name, value in options.items():
@@ -43,19 +43,19 @@ def connected(client: httpx.Client, address: str = "127.0.0.1", **options: int) 
         yield sock
 
 
-def rest(sock: socket.socket) -> bytes:
+def read_all(sock: socket.socket) -> bytes:
     """Everything received until the connection is closed."""
-    found = b""
+    data = b""
     try:
-        while piece := sock.recv(65536):
-            found += piece
+        while chunk := sock.recv(65536):
+            data += chunk
     except ConnectionResetError:
         pass
-    return found
+    return data
 
 
-def test_endless_headers_are_not_kept(client: httpx.Client) -> None:
-    with connected(client) as sock:
+def test_endless_headers_are_rejected(client: httpx.Client) -> None:
+    with connect(client) as sock:
         sock.sendall(b"GET /healthz HTTP/1.1\r\nhost: here\r\nx: ")
         sent = 0
         try:
@@ -64,22 +64,22 @@ def test_endless_headers_are_not_kept(client: httpx.Client) -> None:
         except OSError:
             pass
         assert sent < 2**22
-        answer = rest(sock)
-    assert answer[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")  # a sending client may miss the response
+        response = read_all(sock)
+    assert response[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")  # a sending client may miss the response
 
 
 def test_long_bodies_and_pipelined_requests_do_not_count_as_headers(client: httpx.Client) -> None:
     body = bytes(300_000)
     head = b"POST /v1/predict HTTP/1.1\r\nhost: here\r\ncontent-type: image/png\r\ncontent-length: %d\r\n\r\n"
-    with connected(client) as sock:
+    with connect(client) as sock:
         sock.sendall(head % len(body) + body + GET)
-        until_all = b""
-        while b"alive" not in until_all:
-            until_all += sock.recv(65536)
-    assert until_all.count(b"HTTP/1.1 ") == 2
+        received = b""
+        while b"alive" not in received:
+            received += sock.recv(65536)
+    assert received.count(b"HTTP/1.1 ") == 2
 
 
-BAD = {
+MALFORMED = {
     "no HTTP": b"hello\r\n\r\n",
     "a TLS handshake": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     "a header without a colon": b"GET /healthz HTTP/1.1\r\nhost: here\r\nnonsense\r\n\r\n",
@@ -91,11 +91,11 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(BAD))
-def test_a_malformed_request_is_refused_as_every_other(client: httpx.Client, name: str) -> None:
-    with connected(client) as sock:
-        sock.sendall(BAD[name])
-        head, _, body = rest(sock).partition(b"\r\n\r\n")
+@pytest.mark.parametrize("name", sorted(MALFORMED))
+def test_a_malformed_request_gets_a_json_error(client: httpx.Client, name: str) -> None:
+    with connect(client) as sock:
+        sock.sendall(MALFORMED[name])
+        head, _, body = read_all(sock).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
     assert b"content-type: application/json" in head.lower()
     assert b"connection: close" in head.lower()
@@ -104,39 +104,39 @@ def test_a_malformed_request_is_refused_as_every_other(client: httpx.Client, nam
 
 
 def test_an_http_1_0_request_needs_no_host(client: httpx.Client) -> None:
-    with connected(client) as sock:
+    with connect(client) as sock:
         sock.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
-        assert rest(sock).startswith(b"HTTP/1.1 200 OK")
+        assert read_all(sock).startswith(b"HTTP/1.1 200 OK")
 
 
 def test_an_http_1_0_client_gets_a_single_json_response(client: httpx.Client) -> None:
     data = photo()
-    with connected(client) as sock:
+    with connect(client) as sock:
         head = "POST /v1/explain HTTP/1.0\r\naccept: application/x-ndjson\r\ncontent-type: image/jpeg"
         sock.sendall(f"{head}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
-        head, _, body = rest(sock).decode().partition("\r\n\r\n")
+        head, _, body = read_all(sock).decode().partition("\r\n\r\n")
     assert head.startswith("HTTP/1.1 200 OK")
     assert "transfer-encoding" not in head.lower()
     assert json.loads(body)["model"] == "small"
 
 
-def test_a_malformed_request_does_not_answer_the_one_before_it(client: httpx.Client) -> None:
-    with connected(client) as sock:
+def test_a_malformed_request_does_not_affect_the_one_before_it(client: httpx.Client) -> None:
+    with connect(client) as sock:
         sock.sendall(GET + b"hello\r\n\r\n")
-        answer = rest(sock)
-    assert answer.startswith(b"HTTP/1.1 200 OK")
-    assert answer.count(b"HTTP/1.1 200 OK") == 1
+        response = read_all(sock)
+    assert response.startswith(b"HTTP/1.1 200 OK")
+    assert response.count(b"HTTP/1.1 200 OK") == 1
 
 
 def test_headers_that_are_too_long_are_answered_431(client: httpx.Client) -> None:
-    with connected(client) as sock:
+    with connect(client) as sock:
         sock.sendall(b"GET /healthz HTTP/1.1\r\nhost: here\r\nx: " + b"a" * (connections.MAX_HEADER_BYTES + 1000))
-        head, _, body = rest(sock).partition(b"\r\n\r\n")
+        head, _, body = read_all(sock).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
     assert json.loads(body)["error"]["code"] == "headers_too_large"
 
 
-def drip(sock: socket.socket, data: bytes) -> float:
+def send_slowly(sock: socket.socket, data: bytes) -> float:
     """Send a byte every 50 ms until there is a response or the connection is closed; returns the seconds."""
     start = time.monotonic()
     sock.setblocking(False)
@@ -153,11 +153,11 @@ def drip(sock: socket.socket, data: bytes) -> float:
     return time.monotonic() - start
 
 
-def test_headers_that_come_a_byte_at_a_time_are_answered_408_and_closed(client: httpx.Client) -> None:
-    with connected(client) as sock:
-        took = drip(sock, b"GET /healthz HTTP/1.1\r\nx-slow: " + 1000 * b"a")
-        head, _, body = rest(sock).partition(b"\r\n\r\n")
-    assert 0.3 < took < 3
+def test_headers_sent_byte_by_byte_are_answered_408_and_the_connection_closed(client: httpx.Client) -> None:
+    with connect(client) as sock:
+        seconds = send_slowly(sock, b"GET /healthz HTTP/1.1\r\nx-slow: " + 1000 * b"a")
+        head, _, body = read_all(sock).partition(b"\r\n\r\n")
+    assert 0.3 < seconds < 3
     assert head.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
     assert b"connection: close" in head
     assert json.loads(body)["error"] == {
@@ -167,39 +167,39 @@ def test_headers_that_come_a_byte_at_a_time_are_answered_408_and_closed(client: 
 
 
 def test_a_silent_connection_is_closed_without_a_response(client: httpx.Client) -> None:
-    with connected(client) as sock:
+    with connect(client) as sock:
         start = time.monotonic()
-        assert rest(sock) == b""
+        assert read_all(sock) == b""
         assert 0.3 < time.monotonic() - start < 3
 
 
 def test_a_second_request_has_the_same_header_timeout(client: httpx.Client) -> None:
-    with connected(client) as sock:
+    with connect(client) as sock:
         sock.sendall(GET)
         assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
-        assert 0.3 < drip(sock, b"GET /healthz HTTP/1.1\r\nx-slow: " + 1000 * b"a") < 3
-        assert rest(sock) == b""
+        assert 0.3 < send_slowly(sock, b"GET /healthz HTTP/1.1\r\nx-slow: " + 1000 * b"a") < 3
+        assert read_all(sock) == b""
 
 
-def test_the_rest_of_a_refused_body_does_not_hold_the_connection(client: httpx.Client) -> None:
-    with connected(client) as sock:
+def test_the_rest_of_a_rejected_body_does_not_keep_the_connection_open(client: httpx.Client) -> None:
+    with connect(client) as sock:
         sock.sendall(b"POST /nothing HTTP/1.1\r\nhost: here\r\ncontent-length: 100000\r\n\r\n")
         assert sock.recv(4096).startswith(b"HTTP/1.1 404")
-        assert 0.3 < drip(sock, b"a") < 3
+        assert 0.3 < send_slowly(sock, b"a") < 3
 
 
-def test_between_requests_a_connection_may_be_silent_for_longer(client: httpx.Client) -> None:
-    with connected(client) as sock:
+def test_a_connection_may_be_idle_longer_between_requests(client: httpx.Client) -> None:
+    with connect(client) as sock:
         for _ in range(3):
             sock.sendall(GET)
             assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
             time.sleep(0.6)
 
 
-def test_headers_in_two_pieces_and_a_body_that_takes_longer_are_answered(client: httpx.Client) -> None:
+def test_split_headers_and_a_slow_body_within_the_timeouts_are_accepted(client: httpx.Client) -> None:
     data = photo()
     head = b"POST /v1/predict HTTP/1.1\r\nhost: here\r\ncontent-type: image/jpeg\r\n"
-    with connected(client) as sock:
+    with connect(client) as sock:
         sock.sendall(head)
         time.sleep(0.2)
         sock.sendall(b"content-length: %d\r\n\r\n" % len(data) + data[:100])
@@ -209,28 +209,28 @@ def test_headers_in_two_pieces_and_a_body_that_takes_longer_are_answered(client:
 
 
 def test_a_client_that_stops_reading_is_disconnected(client: httpx.Client) -> None:
-    with connected(client, SO_RCVBUF=4096) as sock:
-        until(lambda: not taken(sock, 20 * b"GET /openapi.json HTTP/1.1\r\nhost: here\r\n\r\n"))
+    with connect(client, SO_RCVBUF=4096) as sock:
+        wait_until(lambda: not is_accepted(sock, 20 * b"GET /openapi.json HTTP/1.1\r\nhost: here\r\n\r\n"))
     assert client.get("/healthz").status_code == 200
 
 
 def test_a_client_that_reads_slowly_gets_its_complete_response(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = b"x" * 3_000_000
-    monkeypatch.setattr(static_files, "file_response", lambda request, name: Response(whole))
-    with connected(client, SO_RCVBUF=2**16) as sock:
+    body = b"x" * 3_000_000
+    monkeypatch.setattr(static_files, "file_response", lambda request, name: Response(body))
+    with connect(client, SO_RCVBUF=2**16) as sock:
         sock.sendall(GET.replace(b"/healthz", b"/static/long").replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
-        start, found, slow = time.monotonic(), b"", 1.6  # three times the read timeout
-        while piece := sock.recv(2**14):
-            found += piece
-            if time.monotonic() < start + slow:
+        start, received, slow_seconds = time.monotonic(), b"", 1.6  # three times the read timeout
+        while chunk := sock.recv(2**14):
+            received += chunk
+            if time.monotonic() < start + slow_seconds:
                 time.sleep(0.03)
-    assert time.monotonic() - start > slow
-    assert found.endswith(b"\r\n\r\n" + whole)
+    assert time.monotonic() - start > slow_seconds
+    assert received.endswith(b"\r\n\r\n" + body)
 
 
-def taken(sock: socket.socket, data: bytes) -> bool:
+def is_accepted(sock: socket.socket, data: bytes) -> bool:
     sock.settimeout(0.1)
     try:
         sock.sendall(data)
@@ -242,53 +242,53 @@ def taken(sock: socket.socket, data: bytes) -> bool:
     return True
 
 
-def test_a_few_requests_at_once_are_answered_in_order(client: httpx.Client) -> None:
-    with connected(client) as sock:
+def test_a_few_pipelined_requests_are_answered_in_order(client: httpx.Client) -> None:
+    with connect(client) as sock:
         sock.sendall(10 * GET + GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
-        assert rest(sock).count(b"HTTP/1.1 200 OK") == 11
+        assert read_all(sock).count(b"HTTP/1.1 200 OK") == 11
 
 
-def test_thousands_of_pipelined_requests_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_pipelined_requests_are_not_buffered(monkeypatch: pytest.MonkeyPatch) -> None:
     tools = pytest.importorskip("uvicorn.protocols.http.httptools_impl")  # h11 reads only one request ahead
     monkeypatch.setattr(connections, "AutoHTTPProtocol", tools.HttpToolsProtocol)
     with run_server(served(), SHORT) as (client, _):
-        with connected(client) as sock:
+        with connect(client) as sock:
             sock.sendall(3000 * GET)
-            assert 1 <= rest(sock).count(b"HTTP/1.1 200 OK") < 100
+            assert 1 <= read_all(sock).count(b"HTTP/1.1 200 OK") < 100
         assert client.get("/healthz").status_code == 200
 
 
-def test_too_many_connections_close_the_idlest_and_no_busy_one(client: httpx.Client) -> None:
+def test_too_many_connections_close_the_longest_idle_one(client: httpx.Client) -> None:
     with ExitStack() as stack:
-        first = stack.enter_context(connected(client))
+        first = stack.enter_context(connect(client))
         first.sendall(GET)
         assert first.recv(4096).startswith(b"HTTP/1.1 200 OK")
         for _ in range(12):
-            sock = stack.enter_context(connected(client))
+            sock = stack.enter_context(connect(client))
             sock.sendall(GET)
             assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
-        assert rest(first) == b""  # although the keep-alive timeout is 75 s
+        assert read_all(first) == b""  # although the keep-alive timeout is 75 s
         sock.sendall(GET)
         assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
 
 
 def test_a_connection_is_answered_503_if_all_are_busy() -> None:
-    what = served()
-    with run_server(what, Limits(max_connections=3)) as (client, service), ExitStack() as stack:
+    served_model = served()
+    with run_server(served_model, Limits(max_connections=3)) as (client, service), ExitStack() as stack:
         client.get("/healthz", headers={"connection": "close"})
-        what.engine.go.clear()
+        served_model.engine.go.clear()
         data = photo()
         head = b"POST /v1/predict HTTP/1.1\r\nhost: here\r\ncontent-type: image/jpeg\r\ncontent-length: %d\r\n\r\n"
-        busy = [stack.enter_context(connected(client)) for _ in range(3)]
+        busy = [stack.enter_context(connect(client)) for _ in range(3)]
         for sock in busy:
             sock.sendall(head % len(data) + data)
-        until(lambda: service.batcher.image_quota.used == 3)
-        with connected(client, "127.0.0.2") as another:
-            head_, _, body = rest(another).partition(b"\r\n\r\n")
-        assert head_.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
-        assert b"retry-after: 1" in head_
+        wait_until(lambda: service.batcher.image_quota.used == 3)
+        with connect(client, "127.0.0.2") as another:
+            response_head, _, body = read_all(another).partition(b"\r\n\r\n")
+        assert response_head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        assert b"retry-after: 1" in response_head
         assert json.loads(body)["error"]["code"] == "too_many_connections"
-        what.engine.go.set()
+        served_model.engine.go.set()
         assert all(sock.recv(4096).startswith(b"HTTP/1.1 200 OK") for sock in busy)
 
 
@@ -296,15 +296,15 @@ def test_one_client_cannot_have_all_connections(client: httpx.Client) -> None:
     data = photo()
     head = b"POST /v1/predict HTTP/1.1\r\nhost: here\r\ncontent-type: image/jpeg\r\ncontent-length: %d\r\n\r\n"
     with ExitStack() as stack:
-        other = stack.enter_context(connected(client, "127.0.0.3"))
+        other = stack.enter_context(connect(client, "127.0.0.3"))
         other.sendall(GET)
         assert other.recv(4096).startswith(b"HTTP/1.1 200 OK")
-        busy = [stack.enter_context(connected(client, "127.0.0.2")) for _ in range(7)]
+        busy = [stack.enter_context(connect(client, "127.0.0.2")) for _ in range(7)]
         for sock in busy:
             sock.sendall(head % len(data))
             time.sleep(0.01)
-        with connected(client, "127.0.0.2") as another:
-            refused, _, body = rest(another).partition(b"\r\n\r\n")
+        with connect(client, "127.0.0.2") as another:
+            refused, _, body = read_all(another).partition(b"\r\n\r\n")
         assert refused.startswith(b"HTTP/1.1 429 Too Many Requests\r\n")
         assert b"retry-after: 1" in refused
         assert json.loads(body)["error"]["message"].startswith("7 connections are open for your address, at most")
@@ -312,10 +312,10 @@ def test_one_client_cannot_have_all_connections(client: httpx.Client) -> None:
         assert other.recv(4096).startswith(b"HTTP/1.1 200 OK")
         busy[0].sendall(data)
         assert busy[0].recv(4096).startswith(b"HTTP/1.1 200 OK")
-        another = stack.enter_context(connected(client, "127.0.0.2"))  # closes the idle connection of that client
+        another = stack.enter_context(connect(client, "127.0.0.2"))  # closes the idle connection of that client
         another.sendall(GET)
         assert another.recv(4096).startswith(b"HTTP/1.1 200 OK")
-        assert rest(busy[0]) == b""
+        assert read_all(busy[0]) == b""
         other.sendall(GET)
         assert other.recv(4096).startswith(b"HTTP/1.1 200 OK")
 

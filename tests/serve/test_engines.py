@@ -16,19 +16,20 @@ from serving import photo, run_server
 from small_models import gradient, model, small
 
 import vitrail
-from vitrail.api.exporting import export
 from vitrail.cli import main
 from vitrail.cli.serve import load_served_model
-from vitrail.export import formats
-from vitrail.export.engines import FileEngine, open_engine
-from vitrail.export.export_metadata import ExportMetadata
+from vitrail.engines.engine import FileEngine
+from vitrail.engines.export_metadata import ExportMetadata
+from vitrail.exporting import formats
+from vitrail.exporting.autotune import open_engine
+from vitrail.exporting.export_model import export
 from vitrail.serve.served_model import ServedModel
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _soon() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        export_quickly(patched)
+def _quick_exports() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch_context:
+        export_quickly(patch_context)
         yield
 
 
@@ -87,12 +88,14 @@ def test_a_served_model_does_not_change_with_its_file(
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
-def test_an_exported_file_predicts_and_says_what_it_cannot(vit: vitrail.Model, exported: Path, engine: str) -> None:
+def test_an_exported_file_predicts_and_explains_what_is_unsupported(
+    vit: vitrail.Model, exported: Path, engine: str
+) -> None:
     with run_server(ServedModel(open_engine(exported, engine, threads=1), name="small")) as (client, _):
-        about = client.get("/v1/model").json()
-        assert (about["engine"], about["has_attention"], about["methods"]) == (engine, False, [])
-        assert about["grid"] == {"rows": 4, "columns": 4}
-        assert about["num_parameters"] == sum(p.numel() for p in vit.net.parameters())
+        model_info = client.get("/v1/model").json()
+        assert (model_info["engine"], model_info["has_attention"], model_info["methods"]) == (engine, False, [])
+        assert model_info["grid"] == {"rows": 4, "columns": 4}
+        assert model_info["num_parameters"] == sum(p.numel() for p in vit.net.parameters())
         files = [("images", photo(i)) for i in range(5)]
         results = client.post("/v1/predict", files=files).json()["results"]
         for result, expected in zip(results, vit.predict([data for _, data in files]), strict=True):
@@ -109,12 +112,12 @@ def test_an_exported_file_predicts_and_says_what_it_cannot(vit: vitrail.Model, e
         assert client.get("/v1/positions").status_code == 404
 
 
-def test_another_engine_beside_the_network_explains_too(vit: vitrail.Model, exported: Path) -> None:
+def test_an_engine_with_its_network_supports_explanations(vit: vitrail.Model, exported: Path) -> None:
     with run_server(ServedModel(open_engine(exported, threads=1), vit, name="small")) as (client, _):
         assert client.get("/v1/model").json()["engine"] == "onnxruntime"
-        found = client.post("/v1/explain", files={"image": photo()})
-        assert found.status_code == 200
-        assert found.json()["layers"] == [1, 2]
+        response = client.post("/v1/explain", files={"image": photo()})
+        assert response.status_code == 200
+        assert response.json()["layers"] == [1, 2]
         assert client.post("/v1/embed", files={"image": photo()}).json()["dimension"] == 128
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib
 import io
 import json
 import time
@@ -22,15 +23,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
-from serving import QUICK, photo, run_server, served, until
+from serving import QUICK, photo, run_server, served, wait_until
 from small_models import model, small
 
 import vitrail
-from vitrail.api.explanation import METHODS
 from vitrail.config import pair
 from vitrail.explain import attention_distance, gradient_rollout, occlusion, position_similarity, rollout_map
 from vitrail.explain.distance import uniform_distance
 from vitrail.explain.occlusion import windows
+from vitrail.explain.steps import AttributionMap, explain_steps
 from vitrail.serve import explain_requests
 from vitrail.serve.explain_requests import Explainer, ExplainRequest, encode_attention, encode_map
 from vitrail.serve.http_errors import RequestError
@@ -40,6 +41,7 @@ from vitrail.serve.prometheus_metrics import Metrics
 from vitrail.serve.served_model import ServedModel
 from vitrail.serve.streaming import LatestValue, stream_ndjson
 
+occlusion_module = importlib.import_module("vitrail.explain.occlusion")  # the name in the package is the function
 JPEG = {"content-type": "image/jpeg"}
 
 
@@ -60,66 +62,66 @@ def images(vit: vitrail.Model) -> torch.Tensor:
     return vit.preprocess(photo())
 
 
-def explained(client: httpx.Client, **values: str) -> dict[str, Any]:
-    answer = client.post("/v1/explain", params=values, content=photo(), headers=JPEG)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+def explain(client: httpx.Client, **values: str) -> dict[str, Any]:
+    response = client.post("/v1/explain", params=values, content=photo(), headers=JPEG)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
-def unpacked(text: str, kind: Any = np.uint8) -> np.ndarray:
+def decode(text: str, kind: Any = np.uint8) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), kind)
 
 
-def map_of(found: dict[str, Any], grid: tuple[int, int]) -> np.ndarray:
-    return (found["min"] + unpacked(found["values"]) / 255 * (found["max"] - found["min"])).reshape(grid)
+def map_of(result: dict[str, Any], grid: tuple[int, int]) -> np.ndarray:
+    return (result["min"] + decode(result["values"]) / 255 * (result["max"] - result["min"])).reshape(grid)
 
 
-def test_attention_comes_back_row_by_row(client: httpx.Client, vit: vitrail.Model, images: torch.Tensor) -> None:
-    found = explained(client)
-    assert found["layers"] == [1, 2]
-    assert found["prefix_tokens"] == ["class", "register 1"]
-    assert found["grid"] == {"rows": 4, "columns": 6}
+def test_attention_is_encoded_row_by_row(client: httpx.Client, vit: vitrail.Model, images: torch.Tensor) -> None:
+    result = explain(client)
+    assert result["layers"] == [1, 2]
+    assert result["prefix_tokens"] == ["class", "register 1"]
+    assert result["grid"] == {"rows": 4, "columns": 6}
     expected = vit.net.features(images, outputs=("attention",)).attention
-    for number, layer in enumerate(found["attention"]):
+    for number, layer in enumerate(result["attention"]):
         assert (layer["layer"], layer["num_heads"], layer["num_tokens"]) == (number + 1, 2, 26)
-        peaks = unpacked(layer["row_max"], "<f4").reshape(2, 26, 1)
-        rows = unpacked(layer["values"]).reshape(2, 26, 26) / 255 * peaks
+        peaks = decode(layer["row_max"], "<f4").reshape(2, 26, 1)
+        rows = decode(layer["values"]).reshape(2, 26, 26) / 255 * peaks
         assert np.allclose(rows, expected[number][0].detach(), atol=peaks.max() / 255)
         assert np.allclose(rows.sum(-1), 1, atol=0.1)
 
 
-def test_maps_are_those_of_explain(client: httpx.Client, vit: vitrail.Model, images: torch.Tensor) -> None:
-    found = explained(client, methods='["rollout","gradient","occlusion"]', target="bird")
-    assert found["target"]["label"] == "bird"
+def test_maps_equal_those_of_explain(client: httpx.Client, vit: vitrail.Model, images: torch.Tensor) -> None:
+    result = explain(client, methods='["rollout","gradient","occlusion"]', target="bird")
+    assert result["target"]["label"] == "bird"
     target = torch.tensor([2])
     expected = {
         "rollout": rollout_map(vit.net, images),
         "gradient": gradient_rollout(vit.net, images, target),
         "occlusion": occlusion(vit.net, images, target, stride=2),
     }
-    assert list(found["maps"]) == list(expected)
+    assert list(result["maps"]) == list(expected)
     for name, values in expected.items():
         step = float(values.max() - values.min()) / 255
-        assert np.allclose(map_of(found["maps"][name], (4, 6)), values[0], atol=step), name
+        assert np.allclose(map_of(result["maps"][name], (4, 6)), values[0], atol=step), name
 
 
-def test_occlusion_is_done_a_few_squares_at_a_time(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_occlusion_is_split_into_steps(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain_requests, "MAX_OCCLUSION_BATCH", 1)
-    what = served(vit)
-    explainer = Explainer(what, ImageDecoder(vit.preprocess, Limits(), what.grid))
-    turns = {
+    served_model = served(vit)
+    explainer = Explainer(served_model, ImageDecoder(vit.preprocess, Limits(), served_model.grid))
+    steps = {
         method: len(list(explainer.steps(vit.preprocess.pixels(photo()), ExplainRequest(methods=(method,)))))
         for method in ("rollout", "occlusion")
     }
-    assert turns["occlusion"] == turns["rollout"] + 2 * 3  # squares of two patches on a grid of 4 x 6
+    assert steps["occlusion"] == steps["rollout"] + 2 * 3  # squares of two patches on a grid of 4 x 6
 
 
 def test_occlusion_of_a_multi_label_model(vit: vitrail.Model, images: torch.Tensor) -> None:
-    model_ = vitrail.Model(vit.net, vit.info.replace(multi_label=True))
-    with run_server(served(model_)) as (client, _):
-        found = explained(client, methods='["occlusion"]', target="bird")
+    multi_label_model = vitrail.Model(vit.net, vit.info.replace(multi_label=True))
+    with run_server(served(multi_label_model)) as (client, _):
+        result = explain(client, methods='["occlusion"]', target="bird")
     expected = occlusion(vit.net, images, torch.tensor([2]), stride=2, multi_label=True)[0].numpy()
-    assert np.allclose(map_of(found["maps"]["occlusion"], (4, 6)), expected, atol=np.ptp(expected) / 255)
+    assert np.allclose(map_of(result["maps"]["occlusion"], (4, 6)), expected, atol=np.ptp(expected) / 255)
 
 
 @pytest.mark.parametrize(
@@ -132,30 +134,22 @@ def test_occlusion_of_a_multi_label_model(vit: vitrail.Model, images: torch.Tens
     ],
 )
 @pytest.mark.parametrize("multi_label", [False, True])
-@pytest.mark.parametrize("turn", [0.0, 10.0])
-def test_occlusion_in_steps_is_occlusion(
-    changes: dict[str, Any], multi_label: bool, turn: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(explain_requests, "STEP_S", turn)
+@pytest.mark.parametrize("step_seconds", [0.0, 10.0])
+def test_occlusion_in_steps_equals_occlusion(changes: dict[str, Any], multi_label: bool, step_seconds: float) -> None:
     torch.manual_seed(1)
     net = model(small(**changes)).net
     images, target = torch.randn(1, 3, *pair(changes.get("image_size", 32))), torch.tensor([3])
-    expected = METHODS["occlusion"](net, images, target, multi_label)[0]
-    steps = explain_requests.occlusion_steps(net, images, target, multi_label)
-    count, found = 0, None
-    while found is None:
-        try:
-            next(steps)
-            count += 1
-        except StopIteration as end:
-            found = end.value
-    assert torch.allclose(found.float(), expected, atol=1e-6)
+    expected = occlusion(net, images, target, stride=2, multi_label=multi_label)[0]
+    settings = {"targets": target, "multi_label": multi_label, "step_s": step_seconds}
+    maps = [s for s in explain_steps(net, images, ["occlusion"], **settings) if isinstance(s, AttributionMap)]
+    count = len(maps) - 1
+    assert torch.allclose(maps[-1].values[0], expected, atol=1e-6)
     size = min(2, *expected.shape)
-    places = len(windows(expected.shape, size, size))
-    assert count == (places if turn == 0 else places.bit_length())  # one at a time, or 1, 2, 4, ...
+    num_squares = len(windows(expected.shape, size, size))
+    assert count == (num_squares if step_seconds == 0 else num_squares.bit_length())  # one at a time, or 1, 2, 4, ...
 
 
-def test_predictions_have_their_turn_within_an_occlusion(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_run_between_the_steps_of_an_occlusion(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain_requests, "STEP_S", 0.0)
     with (
         run_server(served(vit), batching=replace(QUICK, batch_size=1)) as (client, service),
@@ -165,38 +159,40 @@ def test_predictions_have_their_turn_within_an_occlusion(vit: vitrail.Model, mon
         step, run = service.batcher._run_explain_step, service.batcher._run_batch
         service.batcher._run_explain_step = lambda ticket: (order.append("look"), time.sleep(0.05), step(ticket))[-1]  # type: ignore[func-returns-value, method-assign]
         service.batcher._run_batch = lambda group: (order.append("batch"), run(group))[1]  # type: ignore[func-returns-value, method-assign]
-        asked = {"params": {"methods": "occlusion"}, "content": photo(), "headers": JPEG}
-        look = pool.submit(client.post, "/v1/explain", **asked)
-        until(lambda: len(order) >= 6)  # two layers, the rest of the network, then the squares
+        request = {"params": {"methods": "occlusion"}, "content": photo(), "headers": JPEG}
+        explanation = pool.submit(client.post, "/v1/explain", **request)
+        wait_until(lambda: len(order) >= 6)  # two layers, the rest of the network, then the squares
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
-        assert not look.done()
-        late = client.post("/v1/explain", **asked | {"headers": JPEG | {"x-deadline-ms": "200"}})
-        assert late.status_code == 504
-        assert look.result().status_code == 200
+        assert not explanation.done()
+        expired = client.post("/v1/explain", **request | {"headers": JPEG | {"x-deadline-ms": "200"}})
+        assert expired.status_code == 504
+        assert explanation.result().status_code == 200
         assert order.count("look") < 2 * 12  # the request with the deadline was abandoned
 
 
-def test_distances_are_those_of_the_figure(client: httpx.Client, vit: vitrail.Model, images: torch.Tensor) -> None:
-    found = explained(client, layers="[2]")
-    assert found["layers"] == [2]
-    assert [layer["layer"] for layer in found["attention"]] == [2]
-    assert np.allclose(found["attention_distance"], attention_distance(vit.net, images), atol=1e-3)
-    assert found["uniform_attention_distance"] == pytest.approx(uniform_distance((4, 6), (32, 48)))
+def test_attention_distances_equal_those_of_the_figure(
+    client: httpx.Client, vit: vitrail.Model, images: torch.Tensor
+) -> None:
+    result = explain(client, layers="[2]")
+    assert result["layers"] == [2]
+    assert [layer["layer"] for layer in result["attention"]] == [2]
+    assert np.allclose(result["attention_distance"], attention_distance(vit.net, images), atol=1e-3)
+    assert result["uniform_attention_distance"] == pytest.approx(uniform_distance((4, 6), (32, 48)))
 
 
-def test_predictions_and_target_are_those_of_predict(client: httpx.Client, vit: vitrail.Model) -> None:
-    found = explained(client)
+def test_predictions_and_target_equal_those_of_predict(client: httpx.Client, vit: vitrail.Model) -> None:
+    result = explain(client)
     expected = vit.predict(photo())
-    assert [p["label"] for p in found["predictions"]] == [p.label for p in expected]
-    assert [p["score"] for p in found["predictions"]] == pytest.approx([p.score for p in expected], abs=1e-5)
-    assert found["target"] == found["predictions"][0]
-    assert list(found["maps"]) == ["rollout"]
+    assert [p["label"] for p in result["predictions"]] == [p.label for p in expected]
+    assert [p["score"] for p in result["predictions"]] == pytest.approx([p.score for p in expected], abs=1e-5)
+    assert result["target"] == result["predictions"][0]
+    assert list(result["maps"]) == ["rollout"]
 
 
-def test_what_is_hidden_is_hidden_from_the_network_and_not_from_the_image(client: httpx.Client) -> None:
-    whole, hidden = explained(client), explained(client, hide="[0,1,2,3,4,5,6,7]", fill="zero")
-    assert whole["image"] == hidden["image"]
-    assert whole["attention"] != hidden["attention"]
+def test_hidden_patches_change_the_input_but_not_the_returned_image(client: httpx.Client) -> None:
+    complete, hidden = explain(client), explain(client, hide="[0,1,2,3,4,5,6,7]", fill="zero")
+    assert complete["image"] == hidden["image"]
+    assert complete["attention"] != hidden["attention"]
     raw = client.post(
         "/v1/predict", params={"hide": "[0,1,2,3,4,5,6,7]", "fill": "zero"}, content=photo(), headers=JPEG
     )
@@ -204,126 +200,128 @@ def test_what_is_hidden_is_hidden_from_the_network_and_not_from_the_image(client
     assert [p["score"] for p in hidden["predictions"]] == pytest.approx(scores, abs=1e-5)
 
 
-def test_the_image_is_what_the_network_sees_and_large_enough_to_be_seen(
-    client: httpx.Client, vit: vitrail.Model
-) -> None:
-    kind, _, text = explained(client)["image"].partition(",")
+def test_the_returned_image_is_the_network_input_enlarged(client: httpx.Client, vit: vitrail.Model) -> None:
+    kind, _, text = explain(client)["image"].partition(",")
     assert kind == "data:image/jpeg;base64"
-    shown = Image.open(io.BytesIO(base64.b64decode(text)))
-    assert shown.size == (384, 256)
-    small_again = np.asarray(shown.resize((48, 32), Image.Resampling.BOX)).astype(int)
-    assert np.abs(small_again - vit.preprocess.pixels(photo())).mean() < 4
+    image = Image.open(io.BytesIO(base64.b64decode(text)))
+    assert image.size == (384, 256)
+    downscaled = np.asarray(image.resize((48, 32), Image.Resampling.BOX)).astype(int)
+    assert np.abs(downscaled - vit.preprocess.pixels(photo())).mean() < 4
 
 
-def test_positions_are_similarities_of_every_pair(client: httpx.Client, vit: vitrail.Model) -> None:
-    found = client.get("/v1/positions").json()
-    assert found["grid"] == {"rows": 4, "columns": 6}
-    alike = unpacked(found["values"], np.int8).reshape(24, 24) / 127
-    assert np.allclose(alike, position_similarity(vit.net).reshape(24, 24), atol=1 / 254 + 1e-6)
-    assert "cosine" in found["description"]
+def test_positions_are_similarities_of_all_pairs(client: httpx.Client, vit: vitrail.Model) -> None:
+    result = client.get("/v1/positions").json()
+    assert result["grid"] == {"rows": 4, "columns": 6}
+    similarity = decode(result["values"], np.int8).reshape(24, 24) / 127
+    assert np.allclose(similarity, position_similarity(vit.net).reshape(24, 24), atol=1 / 254 + 1e-6)
+    assert "cosine" in result["description"]
 
 
-def test_a_model_without_positions_says_why() -> None:
+def test_a_model_without_position_embeddings_is_a_404_with_a_reason() -> None:
     with run_server(served(model(small(position="none")))) as (client, _):
-        answer = client.get("/v1/positions")
-        assert answer.status_code == 404
-        assert "no position" in answer.json()["error"]["message"]
+        response = client.get("/v1/positions")
+        assert response.status_code == 404
+        assert "no position" in response.json()["error"]["message"]
 
 
-def test_a_deadline_ends_an_explanation_too(client: httpx.Client) -> None:
-    answer = client.post("/v1/explain", content=photo(), headers=JPEG | {"x-deadline-ms": "1"})
-    assert answer.status_code == 504
+def test_a_deadline_ends_an_explanation(client: httpx.Client) -> None:
+    response = client.post("/v1/explain", content=photo(), headers=JPEG | {"x-deadline-ms": "1"})
+    assert response.status_code == 504
 
 
-@pytest.mark.parametrize(("most", "layers"), [(10**9, [1, 2]), (10, [2])])
+@pytest.mark.parametrize(("max_values", "layers"), [(10**9, [1, 2]), (10, [2])])
 def test_a_large_network_sends_its_last_layer_by_default(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, most: int, layers: list[int]
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, max_values: int, layers: list[int]
 ) -> None:
-    monkeypatch.setattr(explain_requests, "MAX_DEFAULT_ATTENTION", most)
-    assert explained(client)["layers"] == layers
+    monkeypatch.setattr(explain_requests, "MAX_DEFAULT_ATTENTION", max_values)
+    assert explain(client)["layers"] == layers
 
 
-def test_too_much_attention_for_one_response_is_rejected(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_attention_than_the_limit_of_a_response_is_rejected(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(explain_requests, "MAX_ATTENTION", 2 * 26 * 26)
     assert client.post("/v1/explain", params={"layers": "[1]"}, content=photo(), headers=JPEG).status_code == 200
-    answer = client.post("/v1/explain", params={"layers": "[1,2]"}, content=photo(), headers=JPEG)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_layers")
+    response = client.post("/v1/explain", params={"layers": "[1,2]"}, content=photo(), headers=JPEG)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "too_many_layers")
 
 
 @given(arrays.arrays(np.float32, (2, 5, 5), elements=st.floats(0, 1, width=32)))
-def test_attention_is_within_half_a_step_of_its_peak(attention: np.ndarray) -> None:
-    found = encode_attention(1, attention)
-    peaks = unpacked(found["row_max"], "<f4").reshape(2, 5, 1)
-    back = unpacked(found["values"]).reshape(2, 5, 5) / 255 * peaks
-    assert (np.abs(back - attention) <= peaks / 510 + 1e-7).all()
+def test_attention_is_quantized_within_half_a_step(attention: np.ndarray) -> None:
+    result = encode_attention(1, attention)
+    peaks = decode(result["row_max"], "<f4").reshape(2, 5, 1)
+    decoded = decode(result["values"]).reshape(2, 5, 5) / 255 * peaks
+    assert (np.abs(decoded - attention) <= peaks / 510 + 1e-7).all()
 
 
 @given(arrays.arrays(np.float32, (3, 4), elements=st.floats(-1e6, 1e6, width=32)))
-def test_a_map_is_within_half_a_step_of_its_range(values: np.ndarray) -> None:
-    found = encode_map(values)
-    assert np.abs(map_of(found, (3, 4)) - values).max() <= (found["max"] - found["min"]) / 510 * 1.01 + 1e-6
+def test_a_map_is_quantized_within_half_a_step(values: np.ndarray) -> None:
+    result = encode_map(values)
+    assert np.abs(map_of(result, (3, 4)) - values).max() <= (result["max"] - result["min"]) / 510 * 1.01 + 1e-6
 
 
 def test_an_exported_file_has_no_explanations(vit: vitrail.Model) -> None:
-    alone = ServedModel(served(vit).engine)
-    explainer = Explainer(alone, ImageDecoder(alone.preprocess, Limits(), alone.grid))
+    exported = ServedModel(served(vit).engine)
+    explainer = Explainer(exported, ImageDecoder(exported.preprocess, Limits(), exported.grid))
     with pytest.raises(RequestError, match="has no explanations") as refused:
         explainer.check(explain_requests.ExplainRequest())
     assert refused.value.status == 501
-    assert (alone.has_features, alone.explain_methods, alone.classifies) == (False, (), True)
-    assert alone.grid == (4, 6)
+    assert (exported.has_features, exported.explain_methods, exported.classifies) == (False, (), True)
+    assert exported.grid == (4, 6)
 
 
-LINES = {"accept": "application/x-ndjson"}
+ACCEPT_NDJSON = {"accept": "application/x-ndjson"}
 
 
 @pytest.fixture
-def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Make occlusion process one square per step with a delay, and call `then` from the fifth call on."""
+def slow_occlusion(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Make occlusion process one square per step with a delay, and call `action` from the fifth call on."""
 
-    def begin(seconds: float, then: Callable[[], None] = lambda: None) -> list[int]:
+    def start(seconds: float, action: Callable[[], None] = lambda: None) -> list[int]:
         calls: list[int] = []
 
-        def scores(*given: Any, real: Any = explain_requests.class_probabilities, **named: Any) -> Any:
+        def scores(*args: Any, real: Any = occlusion_module.class_probabilities, **kwargs: Any) -> Any:
             calls.append(1)
             time.sleep(seconds)
             if len(calls) > 4:
-                then()
-            return real(*given, **named)
+                action()
+            return real(*args, **kwargs)
 
-        monkeypatch.setattr(explain_requests, "class_probabilities", scores)
+        monkeypatch.setattr(occlusion_module, "class_probabilities", scores)
         monkeypatch.setattr(explain_requests, "MAX_OCCLUSION_BATCH", 1)
         return calls
 
-    return begin
+    return start
 
 
-def broken() -> None:
+def fail() -> None:
     raise RuntimeError("the device is gone")
 
 
-def lines_of(client: httpx.Client, headers: dict[str, str] = LINES, **values: str) -> list[dict[str, Any]]:
-    with client.stream("POST", "/v1/explain", params=values, content=photo(), headers=JPEG | headers) as answer:
-        assert (answer.status_code, answer.headers["content-type"]) == (200, "application/x-ndjson")
-        return [json.loads(line) for line in answer.iter_lines()]
+def read_lines(client: httpx.Client, headers: dict[str, str] = ACCEPT_NDJSON, **values: str) -> list[dict[str, Any]]:
+    with client.stream("POST", "/v1/explain", params=values, content=photo(), headers=JPEG | headers) as response:
+        assert (response.status_code, response.headers["content-type"]) == (200, "application/x-ndjson")
+        return [json.loads(line) for line in response.iter_lines()]
 
 
-def test_occlusion_fills_in_line_by_line(client: httpx.Client, slowly: Callable[..., list[int]]) -> None:
-    slowly(0.02)
-    whole = explained(client, methods='["occlusion"]', target="bird")
-    *parts, last = lines_of(client, methods='["occlusion"]', target="bird")
-    assert {**last, "ms": 0} == {**whole, "ms": 0}  # same response as without lines
+def test_occlusion_is_streamed_as_partial_results(
+    client: httpx.Client, slow_occlusion: Callable[..., list[int]]
+) -> None:
+    slow_occlusion(0.02)
+    complete = explain(client, methods='["occlusion"]', target="bird")
+    *parts, last = read_lines(client, methods='["occlusion"]', target="bird")
+    assert {**last, "ms": 0} == {**complete, "ms": 0}  # same response as without lines
     expected = map_of(last["maps"]["occlusion"], (4, 6))
     assert len(parts) > 2
     done = []
     for line in parts:
         assert list(line) == ["partial"]
-        found = line["partial"]["occlusion"]
-        done.append(found["done"])
-        known = unpacked(found["final"]).reshape(4, 6).astype(bool)
-        assert found["total"] == 6
-        assert known.sum() == 4 * found["done"]  # squares of 2 x 2 patches that do not overlap
-        assert np.allclose(map_of(found, (4, 6))[known], expected[known], atol=np.ptp(expected) / 255 + 1e-9)
+        result = line["partial"]["occlusion"]
+        done.append(result["done"])
+        final_mask = decode(result["final"]).reshape(4, 6).astype(bool)
+        assert result["total"] == 6
+        assert final_mask.sum() == 4 * result["done"]  # squares of 2 x 2 patches that do not overlap
+        assert np.allclose(map_of(result, (4, 6))[final_mask], expected[final_mask], atol=np.ptp(expected) / 255 + 1e-9)
     assert done == sorted(set(done))
 
 
@@ -333,34 +331,39 @@ def test_values_marked_final_in_a_partial_map_do_not_change(
 ) -> None:
     monkeypatch.setattr(explain_requests, "MAX_OCCLUSION_BATCH", 1)
     torch.manual_seed(1)
-    image = (8 * grid[0], 8 * grid[1])
-    net = model(small(image_size=image)).net
-    steps = explain_requests.occlusion_steps(net, torch.randn(1, 3, *image), torch.tensor([3]), False)
-    parts, final = [], None
-    while final is None:
+    image_size = (8 * grid[0], 8 * grid[1])
+    vit = model(small(image_size=image_size))
+    served_model = served(vit)
+    explainer = Explainer(served_model, ImageDecoder(vit.preprocess, Limits(), served_model.grid))
+    pixels = np.random.default_rng(1).integers(0, 256, (*image_size, 3), np.uint8)
+    steps = explainer.steps(pixels, ExplainRequest(methods=("occlusion",), target=3))
+    parts, result = [], None
+    while result is None:
         try:
-            parts.append(next(steps)["occlusion"])
+            partial = next(steps)
+            parts += [partial["occlusion"]] if partial else []
         except StopIteration as end:
-            final = end.value.numpy()
-    for found in parts:
-        known = unpacked(found["final"]).reshape(grid).astype(bool)
-        assert known[0, 0]
-        assert np.allclose(map_of(found, grid)[known], final[known], atol=np.ptp(final) / 255)
-    assert known.all()
-    assert [found["done"] for found in parts] == list(range(1, len(parts) + 1))
+            result = end.value
+    final = map_of(result["maps"]["occlusion"], grid)
+    for result in parts:
+        final_mask = decode(result["final"]).reshape(grid).astype(bool)
+        assert final_mask[0, 0]
+        assert np.allclose(map_of(result, grid)[final_mask], final[final_mask], atol=1.01 * np.ptp(final) / 255)
+    assert final_mask.all()
+    assert [result["done"] for result in parts] == list(range(1, len(parts) + 1))
 
 
 @pytest.mark.parametrize("accept", ["*/*", "application/json", "application/x-ndjson;q=0, application/json"])
-def test_lines_are_sent_only_where_they_are_accepted(client: httpx.Client, accept: str) -> None:
+def test_ndjson_is_sent_only_if_accepted(client: httpx.Client, accept: str) -> None:
     values = {"methods": '["occlusion"]'}
-    answer = client.post("/v1/explain", params=values, content=photo(), headers=JPEG | {"accept": accept})
-    assert answer.headers["content-type"] == "application/json"
-    assert "occlusion" in answer.json()["maps"]
+    response = client.post("/v1/explain", params=values, content=photo(), headers=JPEG | {"accept": accept})
+    assert response.headers["content-type"] == "application/json"
+    assert "occlusion" in response.json()["maps"]
 
 
-def test_an_answer_without_partial_results_is_one_line(client: httpx.Client) -> None:
-    (only,) = lines_of(client, {"accept": "text/html, Application/X-NDJSON; q=0.9"}, methods='["rollout"]')
-    assert {**only, "ms": 0} == {**explained(client, methods='["rollout"]'), "ms": 0}
+def test_a_response_without_partial_results_is_one_line(client: httpx.Client) -> None:
+    (line,) = read_lines(client, {"accept": "text/html, Application/X-NDJSON; q=0.9"}, methods='["rollout"]')
+    assert {**line, "ms": 0} == {**explain(client, methods='["rollout"]'), "ms": 0}
 
 
 def test_an_error_before_the_first_line_has_its_own_status(client: httpx.Client) -> None:
@@ -369,23 +372,23 @@ def test_an_error_before_the_first_line_has_its_own_status(client: httpx.Client)
         ({}, b"not an image", {}, 400),
         ({}, photo(), {"x-deadline-ms": "1"}, 504),
     ):
-        answer = client.post("/v1/explain", params=values, content=content, headers=JPEG | LINES | headers)
-        assert answer.status_code == status
-        assert answer.headers["content-type"] == "application/json"
-        assert answer.json()["error"]["code"]
+        response = client.post("/v1/explain", params=values, content=content, headers=JPEG | ACCEPT_NDJSON | headers)
+        assert response.status_code == status
+        assert response.headers["content-type"] == "application/json"
+        assert response.json()["error"]["code"]
 
 
 @pytest.mark.parametrize(
-    ("then", "code"),
-    [(partial(time.sleep, 0.5), "deadline_exceeded"), (broken, "internal_error")],
+    ("action", "code"),
+    [(partial(time.sleep, 0.5), "deadline_exceeded"), (fail, "internal_error")],
     ids=["late", "broken"],
 )
 def test_an_error_after_the_first_line_is_the_last_line(
-    vit: vitrail.Model, slowly: Callable[..., list[int]], then: Callable[[], None], code: str
+    vit: vitrail.Model, slow_occlusion: Callable[..., list[int]], action: Callable[[], None], code: str
 ) -> None:
-    slowly(0.03, then)
+    slow_occlusion(0.03, action)
     with run_server(served(vit)) as (client, service):
-        *parts, last = lines_of(client, LINES | {"x-deadline-ms": "500"}, methods='["occlusion"]')
+        *parts, last = read_lines(client, ACCEPT_NDJSON | {"x-deadline-ms": "500"}, methods='["occlusion"]')
         assert parts
         assert last["error"]["code"] == code
         assert "device" not in last["error"]["message"]
@@ -393,31 +396,35 @@ def test_an_error_after_the_first_line_is_the_last_line(
         assert service.batcher.explain_quota.used == 0
 
 
-def test_a_disconnect_between_lines_ends_the_work(vit: vitrail.Model, slowly: Callable[..., list[int]]) -> None:
-    calls = slowly(0.1)
+def test_a_disconnect_between_lines_cancels_the_work(
+    vit: vitrail.Model, slow_occlusion: Callable[..., list[int]]
+) -> None:
+    calls = slow_occlusion(0.1)
     with run_server(served(vit)) as (client, service):
         values = {"methods": '["occlusion"]'}
-        with client.stream("POST", "/v1/explain", params=values, content=photo(), headers=JPEG | LINES) as answer:
-            next(answer.iter_lines())
-        until(lambda: service.batcher.explain_quota.used == 0)
-        made = len(calls)
-        assert made < 1 + 6
+        with client.stream(
+            "POST", "/v1/explain", params=values, content=photo(), headers=JPEG | ACCEPT_NDJSON
+        ) as response:
+            next(response.iter_lines())
+        wait_until(lambda: service.batcher.explain_quota.used == 0)
+        count = len(calls)
+        assert count < 1 + 6
         time.sleep(0.3)
-        assert len(calls) <= made + 1
+        assert len(calls) <= count + 1
         assert "vitrail_client_disconnects_total 1.0" in client.get("/metrics").text
 
 
 def test_a_client_that_reads_slowly_gets_the_newest_partial_result() -> None:
-    async def ended() -> list[bytes]:
-        newest, metrics = LatestValue(), Metrics()
+    async def run() -> list[bytes]:
+        latest, metrics = LatestValue(), Metrics()
         go, sent = asyncio.Event(), []
 
         async def work() -> JSONResponse:
-            newest.put(0)
+            latest.put(0)
             await asyncio.sleep(0)
             await go.wait()
             for number in range(1, 1000):
-                newest.put(number)
+                latest.put(number)
             await asyncio.sleep(0.01)
             return JSONResponse({"done": True})
 
@@ -427,10 +434,10 @@ def test_a_client_that_reads_slowly_gets_the_newest_partial_result() -> None:
                 go.set()
                 await asyncio.sleep(0)
 
-        response = await stream_ndjson(work(), newest, metrics)
+        response = await stream_ndjson(work(), latest, metrics)
         await response({}, None, send)  # type: ignore[arg-type]
         return sent
 
-    first, second, last = asyncio.run(ended())
+    first, second, last = asyncio.run(run())
     assert [json.loads(line) for line in (first, second)] == [{"partial": 0}, {"partial": 999}]
     assert json.loads(last) == {"done": True}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import photo, until
+from serving import photo, wait_until
 from small_models import model, small
 
 from vitrail.serve import decode_process
@@ -21,7 +21,7 @@ from vitrail.serve.fork_server import ForkServer
 from vitrail.serve.http_errors import RequestError
 from vitrail.serve.limits import Limits
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at processes in /proc")
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 
 SCRIPT = """
 import sys, time
@@ -40,24 +40,24 @@ if sys.argv[2] == "wait":
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
-    found = ForkServer()
-    monkeypatch.setattr(decode_process, "fork_server", found)
-    yield found
-    found.close()
+    server_ = ForkServer("vitrail.serve.decode_process", "run_decoder")
+    monkeypatch.setattr(decode_process, "fork_server", server_)
+    yield server_
+    server_.close()
 
 
 @pytest.fixture
 def process(server: ForkServer) -> Iterator[DecodeProcess]:
-    found = DecodeProcess(model(small()).preprocess.config, Limits())
-    yield found
-    found.close()
+    process_ = DecodeProcess(model(small()).preprocess.config, Limits())
+    yield process_
+    process_.close()
 
 
-def expected() -> bool:
+def is_wanted() -> bool:
     return True
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -65,7 +65,9 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("sig", [None, signal.SIGKILL])
-def test_a_script_without_a_guard_runs_once_and_leaves_no_process(tmp_path: Path, sig: signal.Signals | None) -> None:
+def test_a_script_without_a_main_guard_runs_once_and_leaves_no_process(
+    tmp_path: Path, sig: signal.Signals | None
+) -> None:
     script, image = tmp_path / "script.py", tmp_path / "image.jpg"
     script.write_text(SCRIPT)
     image.write_bytes(photo())
@@ -74,61 +76,61 @@ def test_a_script_without_a_guard_runs_once_and_leaves_no_process(tmp_path: Path
         assert program.stdout is not None
         assert program.stderr is not None
         assert program.stdout.readline() == "runs\n"
-        found = program.stdout.readline().split()
-        assert found[:3] == ["32", "32", "3"], program.stderr.read()
+        values = program.stdout.readline().split()
+        assert values[:3] == ["32", "32", "3"], program.stderr.read()
         if sig:
             program.send_signal(sig)
-        until(lambda: not any(runs(int(pid)) for pid in found[3:]))
-        out, err = program.communicate(timeout=20)
-    assert out == ""
-    assert err == ""
+        wait_until(lambda: not any(is_running(int(pid)) for pid in values[3:]))
+        stdout, stderr = program.communicate(timeout=20)
+    assert stdout == ""
+    assert stderr == ""
 
 
 def test_a_fork_server_that_died_is_replaced(server: ForkServer, process: DecodeProcess) -> None:
-    assert process.decode(photo(), expected) is not None
+    assert process.decode(photo(), is_wanted) is not None
     assert server._process is not None
     first = server._process
     first.kill()
     first.wait()
-    assert process.decode(photo(), expected) is not None  # the existing child still works
+    assert process.decode(photo(), is_wanted) is not None  # the existing child still works
     assert process.close() is None
-    assert process.decode(photo(), expected) is not None
+    assert process.decode(photo(), is_wanted) is not None
     assert server._process is not first
 
 
-def test_killing_processes_leaves_neither_zombies_nor_descriptors(server: ForkServer, process: DecodeProcess) -> None:
-    assert process.decode(photo(), expected) is not None
+def test_killed_processes_leave_no_zombies_or_file_descriptors(server: ForkServer, process: DecodeProcess) -> None:
+    assert process.decode(photo(), is_wanted) is not None
     assert server._process is not None
     folders = [Path(f"/proc/{pid}/fd") for pid in (os.getpid(), server._process.pid)]
-    before = [len(list(folder.iterdir())) for folder in folders]
+    open_files = [len(list(folder.iterdir())) for folder in folders]
     for _ in range(20):
         os.kill(process._pid or 0, signal.SIGSTOP)
         assert process.decode(photo(), lambda: False) is None
         process._ensure_started()
-    assert [len(list(folder.iterdir())) for folder in folders] == before
+    assert [len(list(folder.iterdir())) for folder in folders] == open_files
     children = Path(f"/proc/{server._process.pid}/task/{server._process.pid}/children").read_text().split()
     assert children == [str(process._pid)]
 
 
 def test_an_unknown_process_is_not_killed(server: ForkServer, process: DecodeProcess) -> None:
-    assert process.decode(photo(), expected) is not None
+    assert process.decode(photo(), is_wanted) is not None
     assert server.kill(os.getpid()) is None
 
 
-@pytest.mark.parametrize("where", ["fork", "start"])
+@pytest.mark.parametrize("failing_step", ["fork", "start"])
 def test_if_no_process_can_be_started_the_response_is_503(
     server: ForkServer,
     process: DecodeProcess,
-    where: str,
+    failing_step: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):
-        if where == "fork":
+        if failing_step == "fork":
             patched.setattr(server, "_request", lambda *_: -errno.EAGAIN)
         else:
             patched.setattr("vitrail.serve.fork_server.get_executable", lambda: "/nowhere/python")
         with pytest.raises(RequestError, match="at the moment; try again in 5 s") as refused:
-            process.decode(photo(), expected)
+            process.decode(photo(), is_wanted)
     assert (refused.value.status, refused.value.headers) == (503, {"Retry-After": "5"})
     assert "cannot start a process" in caplog.text

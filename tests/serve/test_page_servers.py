@@ -1,4 +1,4 @@
-"""The explorer with servers that are slow, away or closed, and with models of other kinds."""
+"""The explorer with servers that are slow, unreachable or protected, and with other kinds of models."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 import torch
 from browsing import (
-    AWAY,
     CAT,
+    FAILED_REQUEST,
     SAMPLES,
-    answered,
-    as_bars,
-    drawing,
-    drop,
-    hiding,
-    lights,
-    patch,
-    query,
-    settled,
+    bars_with_hidden,
+    drop_file,
+    format_bars,
+    link_parameters,
+    patch_brightness,
+    patch_center,
+    random_image,
     wait_for_bars,
+    wait_until_explained,
+    wait_until_stable,
 )
 from small_models import LABELS, model, small
 
@@ -35,27 +35,27 @@ import vitrail
 from vitrail.config import BiTConfig
 from vitrail.explain.attention import AttentionIterator
 
-pytest.importorskip("playwright", reason="the page is tested with it: pip install playwright")
+pytest.importorskip("playwright", reason="Playwright is not installed: pip install playwright")
 import uvicorn
 from playwright.sync_api import expect
-from serving import QUICK, BlockingEngine, run_server, served, until
+from serving import QUICK, BlockingEngine, run_server, served, wait_until
 
 from vitrail.serve.app import create_app
 from vitrail.serve.served_model import ServedModel
 
-Opened = Callable[..., Any]
+OpenPage = Callable[..., Any]
 
 
 @contextmanager
-def listening(vit: vitrail.Model, port: int) -> Iterator[str]:
-    """A server at a port of our choice, so that another can come after it."""
+def run_server_at(vit: vitrail.Model, port: int) -> Iterator[str]:
+    """Run a server at a given port, so that another can replace it."""
     app = create_app(served(vit), batching=QUICK)
     config = uvicorn.Config(app, port=port, lifespan="on", ws="none", log_config=None, access_log=False)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        until(lambda: app.state.service.batcher.ready)
+        wait_until(lambda: app.state.service.batcher.ready)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
@@ -63,178 +63,186 @@ def listening(vit: vitrail.Model, port: int) -> Iterator[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
-def test_it_says_what_it_waits_for_when_the_model_is_slow(opened: Opened, cifar10: vitrail.Model) -> None:
-    what = served(cifar10)
-    with run_server(what) as (client, _):
-        page = answered(opened(at=str(client.base_url)))
+def test_a_slow_model_shows_a_status(open_page: OpenPage, cifar10: vitrail.Model) -> None:
+    served_model = served(cifar10)
+    with run_server(served_model) as (client, _):
+        page = wait_until_explained(open_page(base_url=str(client.base_url)))
         expect(page.locator("#status")).to_have_text("")
-        what.engine.go.clear()  # type: ignore[attr-defined]
-        page.mouse.click(*patch(page, 3, 3))
+        served_model.engine.go.clear()  # type: ignore[attr-defined]
+        page.mouse.click(*patch_center(page, 3, 3))
         expect(page.locator("#status")).to_have_text("Running the model…")
         expect(page.locator("#status")).to_contain_text("s so far", timeout=5000)
-        what.engine.go.set()  # type: ignore[attr-defined]
+        served_model.engine.go.set()  # type: ignore[attr-defined]
         expect(page.locator("#status")).to_have_text("")
 
 
-def test_a_server_that_went_away_is_awaited_and_nothing_is_lost(opened: Opened, cifar10: vitrail.Model) -> None:
+def test_requests_are_retried_while_the_server_is_down_and_the_view_is_kept(
+    open_page: OpenPage, cifar10: vitrail.Model
+) -> None:
     port = free_port()
-    with listening(cifar10, port) as where:
-        page = answered(opened(at=where, allowed=AWAY))
-        drop(page, drawing(3))
-        wait_for_bars(page, as_bars((p.label, p.score) for p in cifar10.predict(drawing(3))))
-        answered(page)
+    with run_server_at(cifar10, port) as url:
+        page = wait_until_explained(open_page(base_url=url, allowed_error=FAILED_REQUEST))
+        drop_file(page, random_image(3))
+        wait_for_bars(page, format_bars((p.label, p.score) for p in cifar10.predict(random_image(3))))
+        wait_until_explained(page)
         page.wait_for_timeout(300)
-    page.mouse.move(*patch(page, 4, 4))  # what is here already needs nobody
-    expect(page.locator("#words")).to_contain_text("Row 5, column 5 attends")
-    page.mouse.click(*patch(page, 4, 4))
+    page.mouse.move(*patch_center(page, 4, 4))  # loaded data needs no server
+    expect(page.locator("#query-caption")).to_contain_text("Row 5, column 5 attends")
+    page.mouse.click(*patch_center(page, 4, 4))
     expect(page.locator("#banner-text")).to_contain_text("The server is unreachable")
-    expect(page.locator("#banner-act")).to_have_text("Try now")
-    page.mouse.click(*patch(page, 4, 5))
-    with listening(cifar10, port) as where, httpx.Client(base_url=where) as client:
-        wait_for_bars(page, hiding(client, [36, 37], drawing(3)))  # the image was sent again
+    expect(page.locator("#banner-action")).to_have_text("Try now")
+    page.mouse.click(*patch_center(page, 4, 5))
+    with run_server_at(cifar10, port) as url, httpx.Client(base_url=url) as client:
+        wait_for_bars(page, bars_with_hidden(client, [36, 37], random_image(3)))  # the image is sent again
         expect(page.locator("#banner-text")).to_have_text("The server is back.")
         expect(page.locator("#banner")).to_be_hidden()
         page.wait_for_timeout(500)
 
 
-def test_a_sample_chosen_while_the_server_is_away_comes_with_it(opened: Opened, cifar10: vitrail.Model) -> None:
+def test_a_sample_chosen_while_the_server_is_down_loads_when_it_is_back(
+    open_page: OpenPage, cifar10: vitrail.Model
+) -> None:
     port = free_port()
-    with listening(cifar10, port) as where:
-        page = answered(opened(at=where, allowed=AWAY))
+    with run_server_at(cifar10, port) as url:
+        page = wait_until_explained(open_page(base_url=url, allowed_error=FAILED_REQUEST))
         page.wait_for_timeout(300)
     page.locator(".sample[data-name=coffee]").click()
     expect(page.locator("#banner-text")).to_contain_text("The server is unreachable")
     expect(page.locator(".sample[data-name=coffee]")).to_have_attribute("aria-pressed", "true")
-    assert query(page)["image"] == "coffee"  # reloading would not forget it either
-    with listening(cifar10, port):
-        wait_for_bars(page, as_bars((p.label, p.score) for p in cifar10.predict(SAMPLES / "coffee.jpg")))
+    assert link_parameters(page)["image"] == "coffee"  # also kept on reload
+    with run_server_at(cifar10, port):
+        wait_for_bars(page, format_bars((p.label, p.score) for p in cifar10.predict(SAMPLES / "coffee.jpg")))
         page.wait_for_timeout(500)
 
 
-def test_a_server_that_comes_back_with_another_model_is_not_taken_for_the_old_one(
-    opened: Opened, cifar10: vitrail.Model
-) -> None:
-    """Patch 63 of 8 x 8 is nowhere in 4 x 4, and patch 9 is elsewhere: what was hidden is shown, and it says why."""
+def test_a_server_that_returns_with_another_model_reloads_the_page(open_page: OpenPage, cifar10: vitrail.Model) -> None:
+    """Hidden patches and the query are dropped with the grid: patch 63 of 8 x 8 does not exist in 4 x 4."""
     port = free_port()
-    with listening(cifar10, port) as where:
-        page = answered(opened("#image=coffee&layer=9&hide=9.63&ask=8.8", at=where, allowed=AWAY))
+    with run_server_at(cifar10, port) as url:
+        page = wait_until_explained(
+            open_page("#image=coffee&layer=9&hide=9.63&ask=8.8", base_url=url, allowed_error=FAILED_REQUEST)
+        )
         page.wait_for_timeout(300)
-    page.mouse.click(*patch(page, 4, 4))
+    page.mouse.click(*patch_center(page, 4, 4))
     expect(page.locator("#banner-text")).to_contain_text("The server is unreachable")
-    with listening(model(small()), port):
+    with run_server_at(model(small()), port):
         expect(page.locator("#banner-text")).to_have_text("The server is back with another model: small.")
-        answered(page)
-        expect(page.locator("#model")).to_contain_text("4 × 4 patches")
+        wait_until_explained(page)
+        expect(page.locator("#model-summary")).to_contain_text("4 × 4 patches")
         expect(page.locator("#hidden-count")).to_contain_text("Nothing hidden")
-        words = query(page)
-        assert words["image"] == "coffee"
-        assert {"hide", "ask"}.isdisjoint(words)
+        parameters = link_parameters(page)
+        assert parameters["image"] == "coffee"
+        assert {"hide", "ask"}.isdisjoint(parameters)
         page.close()
 
 
-def test_an_exported_file_is_drawn_as_it_sees(opened: Opened) -> None:
-    """The grid lies over the pixels that the model gets: the same with the network and without it."""
+def test_an_exported_model_shows_its_input_image(open_page: OpenPage) -> None:
+    """The displayed image is the input of the model, with and without the network."""
     vit = model(small(image_size=64), preprocess=vitrail.PreprocessConfig(image_size=64, resize="short", resize_to=96))
-    seen = []
-    for inside in (vit, None):
-        with run_server(ServedModel(BlockingEngine(vit), inside, name="small")) as (client, _):
-            page = opened("#image=cat&show=plain", at=str(client.base_url))
-            expect(page.locator("#words")).to_contain_text("64 × 64 pixels." if inside else "no explanations")
-            seen.append(settled(page, lambda page=page: lights(page)))
-            if inside is None:
-                expect(page.locator("#invite")).to_contain_text("Click patches to hide them")
-                expect(page.locator("#modes")).to_be_hidden()  # nobody can be asked
-                page.mouse.click(*patch(page, 3, 3))
+    brightness = []
+    for network in (vit, None):
+        with run_server(ServedModel(BlockingEngine(vit), network, name="small")) as (client, _):
+            page = open_page("#image=cat&show=plain", base_url=str(client.base_url))
+            expect(page.locator("#query-caption")).to_contain_text("64 × 64 pixels." if network else "no explanations")
+            brightness.append(wait_until_stable(page, lambda page=page: patch_brightness(page)))
+            if network is None:
+                expect(page.locator("#hint")).to_contain_text("Click patches to hide them")
+                expect(page.locator("#click-action")).to_be_hidden()  # there are no queries
+                page.mouse.click(*patch_center(page, 3, 3))
                 expect(page.locator("#hidden-count")).to_have_text("1 of 64 hidden")
                 expect(page.locator(".tick").first).to_be_visible()
             page.close()
-    np.testing.assert_allclose(*seen, atol=2)
+    np.testing.assert_allclose(*brightness, atol=2)
 
 
-def test_the_token_is_asked_for_once(opened: Opened) -> None:
+def test_the_token_is_requested_once(open_page: OpenPage) -> None:
     vit = model(small())
     with run_server(served(vit), token="open-sesame") as (client, _):
-        page = opened(at=str(client.base_url), allowed=AWAY)
-        expect(page.locator("#token-box")).to_be_visible()
+        page = open_page(base_url=str(client.base_url), allowed_error=FAILED_REQUEST)
+        expect(page.locator("#token-dialog")).to_be_visible()
         page.locator("#token").fill("wrong")
         page.keyboard.press("Enter")
         expect(page.locator("#token-note")).to_contain_text("rejected")
         page.locator("#token").fill("open-sesame")
         page.keyboard.press("Enter")
-        answered(page)
+        wait_until_explained(page)
         page.reload()
-        answered(page)
-        expect(page.locator("#token-box")).to_be_hidden()
+        wait_until_explained(page)
+        expect(page.locator("#token-dialog")).to_be_hidden()
         page.close()
 
 
-def test_any_grid_and_tokens_that_are_no_patches(opened: Opened) -> None:
-    """Not square, with a class token and registers: those are asked and looked at like patches."""
+def test_rectangular_grids_and_prefix_tokens_are_supported(open_page: OpenPage) -> None:
+    """A rectangular grid with a class token and registers, which can be queries like patches."""
     torch.manual_seed(0)
     vit = model(small(image_size=(24, 40), class_token=True, num_registers=2))
     with run_server(served(vit)) as (client, _):
-        page = answered(opened(at=str(client.base_url)))
+        page = wait_until_explained(open_page(base_url=str(client.base_url)))
         expect(page.locator(".chip")).to_contain_text(["head input", "class", "register 1", "register 2"])
-        box = page.locator(".glass canvas").bounding_box()
+        box = page.locator(".patch-grid canvas").bounding_box()
         assert box["width"] / box["height"] == pytest.approx(40 / 24, rel=0.02)
         page.locator(".chip", has_text="register 2").click()
-        expect(page.locator("#words")).to_contain_text("The register 2 token attends most to")
-        assert query(page)["ask"] == "register-2"
-        page.mouse.move(*patch(page, 2, 4, grid=(3, 5)))
-        expect(page.locator("#words")).to_contain_text("Row 3, column 5 attends")
-        last = list(AttentionIterator(vit.net, vit.preprocess(CAT)))[-1][0]  # H T T
+        expect(page.locator("#query-caption")).to_contain_text("The register 2 token attends most to")
+        assert link_parameters(page)["ask"] == "register-2"
+        page.mouse.move(*patch_center(page, 2, 4, grid=(3, 5)))
+        expect(page.locator("#query-caption")).to_contain_text("Row 3, column 5 attends")
+        attention = list(AttentionIterator(vit.net, vit.preprocess(CAT)))[-1][0]  # H T T
         page.keyboard.press("]")
-        page.mouse.move(*patch(page, 2, 3, grid=(3, 5)))
-        shares = last.mean(0)[3 + 2 * 5 + 3, :3].tolist()
+        page.mouse.move(*patch_center(page, 2, 3, grid=(3, 5)))
+        shares = attention.mean(0)[3 + 2 * 5 + 3, :3].tolist()
         for chip, share in zip(page.locator(".chip").all()[1:], shares, strict=True):
             assert float(chip.locator("b").inner_text().split("\u00a0")[0]) == pytest.approx(100 * share, abs=0.6)
         page.close()
 
 
-def test_layers_of_a_large_network_come_when_they_are_looked_at(opened: Opened) -> None:
+def test_layers_of_a_large_network_are_loaded_on_demand(open_page: OpenPage) -> None:
     torch.manual_seed(0)
-    vit = model(small(image_size=128, patch_size=4))  # 2 layers, 2 heads, 1,025 tokens: too much to send unasked
+    vit = model(
+        small(image_size=128, patch_size=4)
+    )  # 2 layers, 2 heads, 1,025 tokens: more than the default limit of a response
     with run_server(served(vit)) as (client, _):
-        page = opened("#image=cat&layer=2", at=str(client.base_url))
-        answered(page)
-        asked: list[str] = []
-        page.on("request", lambda one: asked.append(one.url) if one.url.endswith("/explain") else None)
+        page = open_page("#image=cat&layer=2", base_url=str(client.base_url))
+        wait_until_explained(page)
+        requests: list[str] = []
+        page.on("request", lambda single: requests.append(single.url) if single.url.endswith("/explain") else None)
         page.keyboard.press("[")
         images = vit.preprocess(CAT)
         best = int(next(iter(AttentionIterator(vit.net, images)))[0].mean(0)[0, 1:].argmax())
-        expect(page.locator("#words")).to_contain_text(f"row {best // 32 + 1}, column {best % 32 + 1} (")
+        expect(page.locator("#query-caption")).to_contain_text(f"row {best // 32 + 1}, column {best % 32 + 1} (")
         page.keyboard.press("]")
         page.keyboard.press("[")
-        expect(page.locator("#words")).to_contain_text(f"row {best // 32 + 1}, column {best % 32 + 1} (")
-        assert len(asked) == 1  # and are kept
+        expect(page.locator("#query-caption")).to_contain_text(f"row {best // 32 + 1}, column {best % 32 + 1} (")
+        assert len(requests) == 1  # layers are kept
         page.close()
 
 
-def test_models_without_attention_or_classes_say_so(opened: Opened) -> None:
+def test_models_without_attention_or_classes_are_supported(open_page: OpenPage) -> None:
     bit = model(BiTConfig(image_size=32, layers=(1, 1, 1, 1), width_factor=0.5, num_classes=len(LABELS)))
     with run_server(served(bit)) as (client, _):
-        page = opened(at=str(client.base_url))
+        page = open_page(base_url=str(client.base_url))
         expect(page.locator("figcaption")).to_contain_text("when 2 × 2 patches are occluded")
-        expect(page.locator("#shows button")).to_have_text(["Occlusion", "Image"])
+        expect(page.locator("#map-select button")).to_have_text(["Occlusion", "Image"])
         page.get_by_role("button", name="Image").click()
-        expect(page.locator("#words")).to_contain_text("no attention")
+        expect(page.locator("#query-caption")).to_contain_text("no attention")
         expect(page.locator("#layer-row")).to_be_hidden()
-        page.mouse.click(*patch(page, 0, 0))
+        page.mouse.click(*patch_center(page, 0, 0))
         expect(page.locator("#hidden-count")).to_contain_text("hidden")
         page.close()
-    tower = model(small(num_classes=0), task="embed")
-    with run_server(served(tower)) as (client, _):
-        page = opened(at=str(client.base_url), allowed=AWAY)
-        expect(page.locator(".block .note")).to_contain_text("no classification head")
-        expect(page.locator("#words")).to_contain_text("attends most to")
-        page.mouse.click(*patch(page, 0, 0, grid=(4, 4)))
+    feature_model = model(small(num_classes=0), task="embed")
+    with run_server(served(feature_model)) as (client, _):
+        page = open_page(base_url=str(client.base_url), allowed_error=FAILED_REQUEST)
+        expect(page.locator(".prediction-block .note")).to_contain_text("no classification head")
+        expect(page.locator("#query-caption")).to_contain_text("attends most to")
+        page.mouse.click(*patch_center(page, 0, 0, grid=(4, 4)))
         expect(page.locator("#hidden-count")).to_have_text("1 of 16 hidden")
-        expect(page.locator(".block .note")).to_contain_text(re.compile("whole images only|with and without"))
+        expect(page.locator(".prediction-block .note")).to_contain_text(
+            re.compile("whole images only|with and without")
+        )
         page.locator("#clear").click()
         page.locator("#compare").click()
         page.locator(".sample[data-name=flower]").click()
@@ -242,37 +250,38 @@ def test_models_without_attention_or_classes_say_so(opened: Opened) -> None:
         page.close()
 
 
-def test_the_pages_arithmetic_is_numpys(opened: Opened) -> None:
-    """Rows of attention from their bytes, how heads read tokens, hidden patches as words and back."""
-    page = answered(opened())
+def test_decoding_in_javascript_matches_numpy(open_page: OpenPage) -> None:
+    """Attention rows from bytes, pooling weights, and hidden patches in links."""
+    page = wait_until_explained(open_page())
     random = np.random.default_rng(0)
     heads, tokens = 3, 7
     attention = random.dirichlet(np.full(tokens, 0.3), (heads, tokens)).astype(np.float32)
     peaks = attention.max(-1)
     values = np.rint(255 * attention / peaks[..., None]).astype(np.uint8)
-    sent = {"num_heads": heads, "num_tokens": tokens, "values": _text(values), "row_max": _text(peaks.astype("<f4"))}
+    layer = {"num_heads": heads, "num_tokens": tokens, "values": _text(values), "row_max": _text(peaks.astype("<f4"))}
     script = """async (sent) => {
-        const { attended, layerOf, reading } = await import('/static/attention.js'), layer = layerOf(sent);
-        const mix = (pool, special) => [...reading(pool, special, layer.tokens)];
-        return [[...attended(layer, 2, 5)], [...attended(layer, 0, 5)],
-            [...attended(layer, 0, reading('token+gap', ['class', 'register 1'], layer.tokens))],
-            mix('token', ['class', 'distill']), mix('gap', ['register 1'])];
+        const { attentionRow, parseLayer, poolingWeights } = await import('/static/attention.js');
+        const layer = parseLayer(sent);
+        const weights = (pool, prefixTokens) => [...poolingWeights(pool, prefixTokens, layer.tokens)];
+        return [[...attentionRow(layer, 2, 5)], [...attentionRow(layer, 0, 5)],
+            [...attentionRow(layer, 0, poolingWeights('token+gap', ['class', 'register 1'], layer.tokens))],
+            weights('token', ['class', 'distill']), weights('gap', ['register 1'])];
     }"""
-    one, mean, read, both, gap = (np.array(row) for row in page.evaluate(script, sent))
-    np.testing.assert_allclose(one, attention[1, 5], atol=0.003)
+    single, mean, pooled, distilled, gap = (np.array(row) for row in page.evaluate(script, layer))
+    np.testing.assert_allclose(single, attention[1, 5], atol=0.003)
     np.testing.assert_allclose(mean, attention[:, 5].mean(0), atol=0.003)
     weights = np.array([0.5, 0, *[0.1] * 5])
-    np.testing.assert_allclose(read, weights @ attention.mean(0), atol=0.003)
-    np.testing.assert_allclose(both, [0.5, 0.5, 0, 0, 0, 0, 0])
+    np.testing.assert_allclose(pooled, weights @ attention.mean(0), atol=0.003)
+    np.testing.assert_allclose(distilled, [0.5, 0.5, 0, 0, 0, 0, 0])
     np.testing.assert_allclose(gap, [0, *[1 / 6] * 6], rtol=1e-6)
     sets = [sorted(random.choice(196, size, replace=False).tolist()) for size in (0, 1, 2, 17, 90, 196)]
     script = """async (sets) => {
         const { readRanges, writeRanges } = await import('/static/permalink.js');
         return [sets.map((set) => [...readRanges(writeRanges(set), 196)]), [...readRanges('5-2.x.3.190-900.-1', 196)]];
     }"""
-    there_and_back, odd = page.evaluate(script, sets)
-    assert there_and_back == sets
-    assert odd == [3, 190, 191, 192, 193, 194, 195]
+    round_trip, invalid = page.evaluate(script, sets)
+    assert round_trip == sets
+    assert invalid == [3, 190, 191, 192, 193, 194, 195]
 
 
 def _text(values: np.ndarray) -> str:

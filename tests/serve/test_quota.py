@@ -9,20 +9,20 @@ from vitrail.serve.http_errors import RequestError
 from vitrail.serve.quota import Lease, Quota, client_key
 
 
-def refusal(quota: Quota, client: str, amount: int) -> tuple[int, str, str]:
+def acquire_error(quota: Quota, client: str, amount: int) -> tuple[int, str, str]:
     with pytest.raises(RequestError) as refused:
-        quota.acquire(client, amount, lambda taken: taken / 10)
+        quota.acquire(client, amount, lambda used: used / 10)
     return refused.value.status, refused.value.message, refused.value.headers["Retry-After"]
 
 
 def test_one_client_may_hold_at_most_seven_eighths() -> None:
     quota = Quota("images are waiting already", 100)
     quota.acquire("a", 84)
-    status, message, after = refusal(quota, "a", 6)
-    assert (status, after) == (429, "9")
+    status, message, retry_after = acquire_error(quota, "a", 6)
+    assert (status, retry_after) == (429, "9")
     assert message == "84 images are waiting already for your address, at most 88 are allowed; try again in 9 s."
     quota.acquire("b", 11)
-    assert refusal(quota, "b", 6) == (503, "95 images are waiting already; try again in 10 s.", "10")
+    assert acquire_error(quota, "b", 6) == (503, "95 images are waiting already; try again in 10 s.", "10")
     quota.release("a", 84)
     quota.acquire("b", 64)
     assert quota.used == 75
@@ -31,13 +31,13 @@ def test_one_client_may_hold_at_most_seven_eighths() -> None:
 def test_a_rejected_request_acquires_nothing_and_small_totals_are_not_split() -> None:
     quota = Quota("explanations are being made already", 2)
     quota.acquire("a", 2)
-    assert refusal(quota, "b", 1)[0] == 503
+    assert acquire_error(quota, "b", 1)[0] == 503
     quota.release("a", 2)
     quota.acquire("b", 2)
     assert quota.used == 2
 
 
-def test_a_lease_is_released_as_a_whole_and_once() -> None:
+def test_a_lease_is_released_completely_and_once() -> None:
     quota = Quota("bytes", 100)
     lease = Lease(quota, "a")
     lease.acquire(10)
@@ -51,7 +51,7 @@ def test_a_lease_is_released_as_a_whole_and_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("client", "counted"),
+    ("client", "key"),
     [
         (("10.0.0.1", 1), "10.0.0.1"),
         (("::ffff:10.0.0.1", 1), "10.0.0.1"),
@@ -62,5 +62,5 @@ def test_a_lease_is_released_as_a_whole_and_once() -> None:
         (("", 0), ""),
     ],
 )
-def test_a_client_is_an_ipv4_address_or_an_ipv6_64_network(client: tuple[str, int] | None, counted: str) -> None:
-    assert client_key({"client": client}) == counted
+def test_a_client_is_an_ipv4_address_or_an_ipv6_64_network(client: tuple[str, int] | None, key: str) -> None:
+    assert client_key({"client": client}) == key

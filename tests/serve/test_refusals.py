@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import hostile, photo, png_of, run_server, served
+from serving import malicious_files, photo, png_with_size, run_server, served
 
 from vitrail.errors import ConfigError, ImageError
 from vitrail.serve.http_errors import public_message
@@ -26,8 +26,8 @@ from vitrail.serve.limits import BatchingConfig, Limits
 LIMITS = Limits(max_bytes=200_000, max_pixels=1_000_000, max_images=3, body_timeout=1.0)
 JPEG = {"content-type": "image/jpeg"}
 PART = b"--x\r\nContent-Disposition: form-data; name=image; filename=a.jpg\r\n\r\n" + photo()
-AS_JSON = {"headers": {"content-type": "application/json"}}
-CUT_OFF = PART + b"\r\n" + PART[:-100]
+JSON_HEADERS = {"headers": {"content-type": "application/json"}}
+TRUNCATED_FORM = PART + b"\r\n" + PART[:-100]
 SECRETS = re.compile(
     r"/(srv|usr|home|root|tmp|opt|lib)\b|site-packages|\.py\b|Traceback|0x[0-9a-f]{6,}|[Pp]ython|PIL\b|pip "
 )
@@ -39,75 +39,81 @@ def client() -> Iterator[httpx.Client]:
         yield client
 
 
-def reason(answer: httpx.Response, status: int) -> str:
+def error_code(response: httpx.Response, status: int) -> str:
     """Check the form of an error response; returns its code."""
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/json"
-    error = answer.json()["error"]
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
     assert set(error) == {"code", "message"}
     assert error["message"].endswith(".")
-    assert not SECRETS.search(answer.text), answer.text
-    assert str(ROOT) not in answer.text
+    assert not SECRETS.search(response.text), response.text
+    assert str(ROOT) not in response.text
     return error["code"]
 
 
-@pytest.mark.parametrize("name", sorted(hostile()))
-def test_a_hostile_file_is_refused_with_a_reason(client: httpx.Client, name: str) -> None:
-    answer = client.post("/v1/predict", content=hostile()[name], headers=JPEG)
+@pytest.mark.parametrize("name", sorted(malicious_files()))
+def test_a_malicious_file_is_rejected_with_a_reason(client: httpx.Client, name: str) -> None:
+    response = client.post("/v1/predict", content=malicious_files()[name], headers=JPEG)
     if "bomb" in name:
-        assert reason(answer, 413) == "too_many_pixels"
+        assert error_code(response, 413) == "too_many_pixels"
     else:
-        assert reason(answer, 400) == "image_unreadable"
+        assert error_code(response, 400) == "image_unreadable"
 
 
-def test_a_hostile_file_among_good_ones_is_named(client: httpx.Client) -> None:
+def test_the_error_names_the_invalid_image_of_several(client: httpx.Client) -> None:
     files = [("images", photo()), ("images", b"no image"), ("images", photo(1))]
-    answer = client.post("/v1/predict", files=files)
-    assert reason(answer, 400) == "image_unreadable"
-    assert answer.json()["error"]["message"].startswith("image 2 of 3: this is not a supported image")
+    response = client.post("/v1/predict", files=files)
+    assert error_code(response, 400) == "image_unreadable"
+    assert response.json()["error"]["message"].startswith("image 2 of 3: this is not a supported image")
 
 
-def test_pixels_are_counted_before_any_is_decoded(client: httpx.Client) -> None:
+def test_the_number_of_pixels_is_checked_before_decoding(client: httpx.Client) -> None:
     start = time.monotonic()
-    assert reason(client.post("/v1/predict", content=png_of(1001, 1000), headers=JPEG), 413) == "too_many_pixels"
+    assert (
+        error_code(client.post("/v1/predict", content=png_with_size(1001, 1000), headers=JPEG), 413)
+        == "too_many_pixels"
+    )
     assert time.monotonic() - start < 2
-    assert reason(client.post("/v1/predict", content=png_of(1000, 1000), headers=JPEG), 400) == "image_unreadable"
+    assert (
+        error_code(client.post("/v1/predict", content=png_with_size(1000, 1000), headers=JPEG), 400)
+        == "image_unreadable"
+    )
 
 
-def test_a_large_body_is_refused_when_announced_and_when_not(client: httpx.Client) -> None:
+def test_a_large_body_is_rejected_with_and_without_content_length(client: httpx.Client) -> None:
     body = bytes(LIMITS.max_bytes + 1)
-    assert reason(client.post("/v1/predict", content=body, headers=JPEG), 413) == "body_too_large"
-    pieces = iter([body[:100_000], body[100_000:]])
-    assert reason(client.post("/v1/predict", content=pieces, headers=JPEG), 413) == "body_too_large"
-    assert reason(client.post("/v1/predict", files={"image": body}), 413) == "body_too_large"
-    assert reason(client.post("/v1/predict", json={"image": "A" * LIMITS.max_bytes}), 413) == "body_too_large"
+    assert error_code(client.post("/v1/predict", content=body, headers=JPEG), 413) == "body_too_large"
+    chunks = iter([body[:100_000], body[100_000:]])
+    assert error_code(client.post("/v1/predict", content=chunks, headers=JPEG), 413) == "body_too_large"
+    assert error_code(client.post("/v1/predict", files={"image": body}), 413) == "body_too_large"
+    assert error_code(client.post("/v1/predict", json={"image": "A" * LIMITS.max_bytes}), 413) == "body_too_large"
 
 
-def test_too_many_images_are_refused(client: httpx.Client) -> None:
+def test_too_many_images_are_rejected(client: httpx.Client) -> None:
     four = [photo()] * 4
-    assert reason(client.post("/v1/predict", files=[("images", p) for p in four]), 413) == "too_many_images"
+    assert error_code(client.post("/v1/predict", files=[("images", p) for p in four]), 413) == "too_many_images"
     texts = [base64.b64encode(p).decode() for p in four]
-    assert reason(client.post("/v1/predict", json={"images": texts}), 413) == "too_many_images"
+    assert error_code(client.post("/v1/predict", json={"images": texts}), 413) == "too_many_images"
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "image/", "video/mp4"])
-def test_other_kinds_of_body_are_refused(client: httpx.Client, kind: str) -> None:
-    answer = client.post("/v1/predict", content=photo(), headers={"content-type": kind} if kind else {})
-    assert reason(answer, 415) == "unsupported_body"
+def test_unsupported_content_types_are_rejected(client: httpx.Client, kind: str) -> None:
+    response = client.post("/v1/predict", content=photo(), headers={"content-type": kind} if kind else {})
+    assert error_code(response, 415) == "unsupported_body"
 
 
 @pytest.mark.parametrize("coding", ["gzip", "br", "identity, gzip", "x" * 300])
-def test_a_compressed_body_is_refused_with_what_is_accepted(client: httpx.Client, coding: str) -> None:
-    answer = client.post("/v1/predict", content=photo(), headers=JPEG | {"content-encoding": coding})
-    assert reason(answer, 415) == "unsupported_encoding"
-    assert answer.headers["accept-encoding"] == "identity"
-    assert "expected identity" in answer.json()["error"]["message"]
+def test_a_compressed_body_is_rejected_with_the_accepted_encoding(client: httpx.Client, coding: str) -> None:
+    response = client.post("/v1/predict", content=photo(), headers=JPEG | {"content-encoding": coding})
+    assert error_code(response, 415) == "unsupported_encoding"
+    assert response.headers["accept-encoding"] == "identity"
+    assert "expected identity" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("coding", ["", "identity", "Identity"])
-def test_a_body_that_is_not_compressed_may_say_so(client: httpx.Client, coding: str) -> None:
-    answer = client.post("/v1/predict", content=photo(), headers=JPEG | {"content-encoding": coding})
-    assert answer.status_code == 200
+def test_content_encoding_identity_is_accepted(client: httpx.Client, coding: str) -> None:
+    response = client.post("/v1/predict", content=photo(), headers=JPEG | {"content-encoding": coding})
+    assert response.status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -120,11 +126,11 @@ def test_a_body_that_is_not_compressed_may_say_so(client: httpx.Client, coding: 
         ({"files": {"images": (None, "text")}}, "image_unreadable"),
         ({"content": b"--x\r\n", "headers": {"content-type": "multipart/form-data"}}, "bad_form"),
         ({"content": b"nonsense", "headers": {"content-type": "multipart/form-data; boundary=x"}}, "bad_form"),
-        ({"content": CUT_OFF, "headers": {"content-type": "multipart/form-data; boundary=x"}}, "bad_form"),
+        ({"content": TRUNCATED_FORM, "headers": {"content-type": "multipart/form-data; boundary=x"}}, "bad_form"),
         ({"content": b"{", "headers": {"content-type": "application/json"}}, "bad_json"),
         ({"content": b"[" * 19_000, "headers": {"content-type": "application/json"}}, "bad_json"),
-        ({"content": b'{"image":' + b"[" * 9000 + b"]" * 9000 + b"}", **AS_JSON}, "bad_json"),
-        ({"content": b'{"image": "' + b"\\n" * 90_000 + b'"}', **AS_JSON}, "bad_json"),
+        ({"content": b'{"image":' + b"[" * 9000 + b"]" * 9000 + b"}", **JSON_HEADERS}, "bad_json"),
+        ({"content": b'{"image": "' + b"\\n" * 90_000 + b'"}', **JSON_HEADERS}, "bad_json"),
         ({"content": b"\xff\xfe\0", "headers": {"content-type": "application/json"}}, "bad_json"),
         ({"json": [1]}, "bad_json"),
         ({"json": {"images": "abc"}}, "bad_json"),
@@ -136,12 +142,12 @@ def test_a_body_that_is_not_compressed_may_say_so(client: httpx.Client, coding: 
         ({"json": {"image": "AAAA"}}, "image_unreadable"),
     ],
 )
-def test_a_body_without_images_is_refused(client: httpx.Client, body: dict[str, Any], code: str) -> None:
-    assert reason(client.post("/v1/predict", **body), 400) == code
+def test_an_invalid_body_is_rejected_with_its_error_code(client: httpx.Client, body: dict[str, Any], code: str) -> None:
+    assert error_code(client.post("/v1/predict", **body), 400) == code
 
 
 @pytest.mark.parametrize(
-    ("path", "values", "words"),
+    ("path", "values", "message"),
     [
         ("predict", {"top": "0"}, "top: got 0, expected an integer, 1 or more."),
         ("predict", {"top": "two"}, "'top' is not valid JSON"),
@@ -175,30 +181,32 @@ def test_a_body_without_images_is_refused(client: httpx.Client, body: dict[str, 
         ("explain", {"hide": "[16]"}, "got patch 16"),
     ],
 )
-def test_an_invalid_parameter_is_named(client: httpx.Client, path: str, values: dict[str, Any], words: str) -> None:
-    answer = client.post(f"/v1/{path}", params=values, content=photo(), headers=JPEG)
-    assert reason(answer, 400) in ("invalid_parameter", "patch_out_of_range")
-    assert words in answer.json()["error"]["message"]
+def test_the_error_names_the_invalid_parameter(
+    client: httpx.Client, path: str, values: dict[str, Any], message: str
+) -> None:
+    response = client.post(f"/v1/{path}", params=values, content=photo(), headers=JPEG)
+    assert error_code(response, 400) in ("invalid_parameter", "patch_out_of_range")
+    assert message in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("deadline", ["0", "-5", "soon", "1.5", "9" * 12])
 def test_an_invalid_deadline_is_rejected(client: httpx.Client, deadline: str) -> None:
-    answer = client.post("/v1/predict", content=photo(), headers=JPEG | {"x-deadline-ms": deadline})
-    assert reason(answer, 400) == "invalid_parameter"
+    response = client.post("/v1/predict", content=photo(), headers=JPEG | {"x-deadline-ms": deadline})
+    assert error_code(response, 400) == "invalid_parameter"
 
 
-def test_explain_takes_one_image(client: httpx.Client) -> None:
-    answer = client.post("/v1/explain", files=[("images", photo()), ("images", photo())])
-    assert reason(answer, 400) == "single_image_only"
+def test_explain_accepts_only_one_image(client: httpx.Client) -> None:
+    response = client.post("/v1/explain", files=[("images", photo()), ("images", photo())])
+    assert error_code(response, 400) == "single_image_only"
 
 
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/v1/predict"), ("POST", "/v1/model"), ("PUT", "/"), ("DELETE", "/docs")]
 )
-def test_other_methods_are_rejected_with_the_allowed_ones(client: httpx.Client, method: str, path: str) -> None:
-    answer = client.request(method, path)
-    assert reason(answer, 405) == "method_not_allowed"
-    assert answer.headers["allow"] in ("GET, HEAD", "POST")
+def test_other_http_methods_are_rejected_with_the_allowed_ones(client: httpx.Client, method: str, path: str) -> None:
+    response = client.request(method, path)
+    assert error_code(response, 405) == "method_not_allowed"
+    assert response.headers["allow"] in ("GET, HEAD", "POST")
 
 
 @pytest.mark.parametrize(
@@ -217,9 +225,9 @@ def test_other_methods_are_rejected_with_the_allowed_ones(client: httpx.Client, 
 def test_unknown_paths_are_answered_404(client: httpx.Client, path: str) -> None:
     with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:  # httpx normalizes paths
         raw.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
-        answer = b"".join(iter(lambda: raw.recv(65536), b""))
-    assert answer.startswith(b"HTTP/1.1 404")
-    assert b"unknown path; see /docs" in answer
+        response = b"".join(iter(lambda: raw.recv(65536), b""))
+    assert response.startswith(b"HTTP/1.1 404")
+    assert b"unknown path; see /docs" in response
 
 
 def test_a_slow_body_times_out(client: httpx.Client) -> None:
@@ -228,8 +236,8 @@ def test_a_slow_body_times_out(client: httpx.Client) -> None:
             b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: 1000\r\n\r\nabc"
         )
         raw.settimeout(10)
-        answer = b"".join(iter(lambda: raw.recv(65536), b""))
-    assert answer.startswith(b"HTTP/1.1 408")
+        response = b"".join(iter(lambda: raw.recv(65536), b""))
+    assert response.startswith(b"HTTP/1.1 408")
 
 
 def test_a_deadline_counts_while_the_body_arrives(client: httpx.Client) -> None:
@@ -238,21 +246,21 @@ def test_a_deadline_counts_while_the_body_arrives(client: httpx.Client) -> None:
         start = time.monotonic()
         raw.sendall(head + b"X-Deadline-Ms: 200\r\n\r\nabc")
         raw.settimeout(10)
-        answer = b"".join(iter(lambda: raw.recv(65536), b""))
-        took = time.monotonic() - start
-    assert answer.startswith(b"HTTP/1.1 504")
-    assert 0.15 < took < 0.9  # the body itself may take a second
+        response = b"".join(iter(lambda: raw.recv(65536), b""))
+        seconds = time.monotonic() - start
+    assert response.startswith(b"HTTP/1.1 504")
+    assert 0.15 < seconds < 0.9  # the body itself may take a second
 
 
 @pytest.mark.parametrize("kind", ["", "application/x-www-form-urlencoded"])
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF"])
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF"])
 def test_an_image_without_a_content_type_is_recognized_by_its_first_bytes(
-    client: httpx.Client, kind: str, form: str
+    client: httpx.Client, kind: str, image_format: str
 ) -> None:
     headers = {"content-type": kind} if kind else {}
-    assert client.post("/v1/predict", content=photo(kind=form), headers=headers).status_code == 200
-    pieces = iter([photo(kind=form)[:3], photo(kind=form)[3:]])
-    assert client.post("/v1/predict", content=pieces, headers=headers).status_code == 200
+    assert client.post("/v1/predict", content=photo(kind=image_format), headers=headers).status_code == 200
+    chunks = iter([photo(kind=image_format)[:3], photo(kind=image_format)[3:]])
+    assert client.post("/v1/predict", content=chunks, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("body", [b"", b"image=cat.jpg", b"\xff\xd8\xff", b"image=" + photo()])
@@ -260,17 +268,17 @@ def test_an_image_without_a_content_type_is_recognized_by_its_first_bytes(
 def test_other_bodies_without_a_content_type_are_rejected_with_a_hint(
     client: httpx.Client, kind: str, body: bytes
 ) -> None:
-    answer = client.post("/v1/predict", content=body, headers={"content-type": kind} if kind else {})
-    assert reason(answer, 415) == "unsupported_body"
-    assert "for an image, send Content-Type: image/jpeg" in answer.json()["error"]["message"]
+    response = client.post("/v1/predict", content=body, headers={"content-type": kind} if kind else {})
+    assert error_code(response, 415) == "unsupported_body"
+    assert "for an image, send Content-Type: image/jpeg" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1/cat.jpg", "HTTPS://example.org", "file:///etc/passwd"])
 def test_a_url_is_never_opened_and_the_error_says_so(client: httpx.Client, address: str) -> None:
     good = base64.b64encode(photo()).decode()
-    answer = client.post("/v1/predict", json={"images": [good, address]})
-    assert reason(answer, 400) == "not_base64"
-    message = answer.json()["error"]["message"]
+    response = client.post("/v1/predict", json={"images": [good, address]})
+    assert error_code(response, 400) == "not_base64"
+    message = response.json()["error"]["message"]
     assert message.startswith("image 2 of 2: this is a URL, and URLs are never opened")
 
 
@@ -278,10 +286,10 @@ def test_base64_with_escaped_slashes_is_read(client: httpx.Client) -> None:
     text = base64.b64encode(photo()).decode()
     assert "/" in text
     body = json.dumps({"image": text}).replace("/", r"\/")
-    assert client.post("/v1/predict", content=body, **AS_JSON).status_code == 200
+    assert client.post("/v1/predict", content=body, **JSON_HEADERS).status_code == 200
 
 
-LISTS = {
+LARGE_JSON = {
     "lists": b'{"image": "AAAA", "top": [' + b"[]," * 3_000_000 + b"1]}",
     "numbers": b'{"image": "AAAA", "hide": [' + b"1," * 4_500_000 + b"1]}",
     "objects": b'{"image": "AAAA", "top": [' + b"{}," * 3_000_000 + b"1]}",
@@ -290,51 +298,53 @@ LISTS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(LISTS))
+@pytest.mark.parametrize("name", sorted(LARGE_JSON))
 def test_a_request_with_millions_of_values_is_rejected_and_blocks_no_other(name: str) -> None:
     with run_server(served()) as (client, _):
 
-        def longest() -> float:
+        def max_latency() -> float:
             """Send a request with millions of values; returns the longest latency of /healthz meanwhile."""
-            found: list[httpx.Response] = []
+            responses: list[httpx.Response] = []
             thread = threading.Thread(
-                target=lambda: found.append(httpx.post(f"{client.base_url}/v1/predict", content=LISTS[name], **AS_JSON))
+                target=lambda: responses.append(
+                    httpx.post(f"{client.base_url}/v1/predict", content=LARGE_JSON[name], **JSON_HEADERS)
+                )
             )
             thread.start()
-            waits = []
+            latencies = []
             while thread.is_alive():
                 start = time.monotonic()
                 assert client.get("/healthz").status_code == 200
-                waits.append(time.monotonic() - start)
+                latencies.append(time.monotonic() - start)
             thread.join()
-            assert reason(found[0], found[0].status_code) in ("too_many_values", "bad_json")
-            return max(waits)
+            assert error_code(responses[0], responses[0].status_code) in ("too_many_values", "bad_json")
+            return max(latencies)
 
-        assert min(longest() for _ in range(3)) < 0.2  # the machine may be busy at times
+        assert min(max_latency() for _ in range(3)) < 0.2  # the machine may be busy at times
 
 
 FORM = {"content-type": "multipart/form-data; boundary=x"}
 
 
-def form_of(inside: bytes) -> bytes:
-    return b'--x\r\nContent-Disposition: form-data; name="image"; filename=a\r\n\r\n' + inside + b"\r\n--x--\r\n"
+def form_of(content: bytes) -> bytes:
+    return b'--x\r\nContent-Disposition: form-data; name="image"; filename=a\r\n\r\n' + content + b"\r\n--x--\r\n"
 
 
-def test_a_form_full_of_false_boundaries_is_refused_before_it_costs_much() -> None:
+def test_a_form_full_of_false_boundaries_is_rejected_early() -> None:
     with run_server(served()) as (client, _):
         start = time.process_time()
-        answer = client.post("/v1/predict", content=form_of(b"\r\n--xy" * 2_000_000), headers=FORM)
-        assert reason(answer, 400) == "bad_form"
+        response = client.post("/v1/predict", content=form_of(b"\r\n--xy" * 2_000_000), headers=FORM)
+        assert error_code(response, 400) == "bad_form"
         assert time.process_time() - start < 0.6  # without the limit it takes more than a second
-        assert "too many parts" in answer.json()["error"]["message"]
-        few = client.post("/v1/predict", content=form_of(photo() + b"\r\n--xy" * 100), headers=FORM)
-        assert few.status_code == 200
+        assert "too many parts" in response.json()["error"]["message"]
+        accepted = client.post("/v1/predict", content=form_of(photo() + b"\r\n--xy" * 100), headers=FORM)
+        assert accepted.status_code == 200
 
 
 def test_a_form_with_the_maximum_number_of_fields_is_read(client: httpx.Client) -> None:
     fields = b"".join(b'--x\r\nContent-Disposition: form-data; name="hide"\r\n\r\n0\r\n' for _ in range(2000))
-    answer = client.post("/v1/predict", content=fields + form_of(photo()), headers=FORM)
-    assert answer.status_code == 200
+    response = client.post("/v1/predict", content=fields + form_of(photo()), headers=FORM)
+    assert response.status_code == 200
 
 
 @settings(max_examples=60)
@@ -342,48 +352,48 @@ def test_a_form_with_the_maximum_number_of_fields_is_read(client: httpx.Client) 
 def test_random_bytes_are_rejected_cleanly(client: httpx.Client, data: bytes, path: str, kind: int) -> None:
     kinds = ("image/png", "application/json", "multipart/form-data; boundary=x", "application/octet-stream")
     body = b"--x\r\nContent-Disposition: form-data; name=image; filename=a\r\n\r\n" + data if kind == 2 else data
-    answer = client.post(path, content=body, headers={"content-type": kinds[kind]})
-    assert reason(answer, 400)
+    response = client.post(path, content=body, headers={"content-type": kinds[kind]})
+    assert error_code(response, 400)
 
 
-def test_damaged_images_are_refused_or_read_whole(client: httpx.Client) -> None:
+def test_damaged_images_are_rejected_or_read_completely(client: httpx.Client) -> None:
     random = np.random.default_rng(1)
     refused = 0
     for kind in ("JPEG", "PNG", "WEBP", "GIF", "TIFF"):
-        whole = photo(kind=kind)
+        image = photo(kind=kind)
         for turn in range(12):
-            data = bytearray(whole[: random.integers(1, len(whole))] if turn % 2 else whole)
+            data = bytearray(image[: random.integers(1, len(image))] if turn % 2 else image)
             for place in random.integers(0, min(len(data), 200), size=turn % 5):
                 data[place] = random.integers(0, 256)
-            answer = client.post("/v1/predict", content=bytes(data), headers=JPEG)
-            if answer.status_code != 200:
+            response = client.post("/v1/predict", content=bytes(data), headers=JPEG)
+            if response.status_code != 200:
                 refused += 1
-                reason(answer, 413 if "pixels" in answer.text and answer.status_code == 413 else 400)
+                error_code(response, 413 if "pixels" in response.text and response.status_code == 413 else 400)
     assert refused > 20
 
 
 def test_details_of_the_machine_are_removed_from_errors() -> None:
     assert public_message(ImageError("image of 3 bytes cannot be read: no /usr/lib/x.so"), "damaged.") == "damaged."
     assert public_message(ImageError("Pillow image RGB 3 x 4 is at 0x7f01"), "damaged.") == "damaged."
-    helped = ImageError("image of 9 bytes is HEIC, which needs a plugin; try pip install pillow-heif.")
-    assert public_message(helped, "") == "the image is HEIC, which needs a plugin."
+    hinted = ImageError("image of 9 bytes is HEIC, which needs a plugin; try pip install pillow-heif.")
+    assert public_message(hinted, "") == "the image is HEIC, which needs a plugin."
 
 
-@pytest.mark.parametrize("wrong", [{"max_bytes": 0}, {"max_pixels": -1}, {"max_images": 0}])
-def test_limits_that_let_nothing_in_are_refused(wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize("options", [{"max_bytes": 0}, {"max_pixels": -1}, {"max_images": 0}])
+def test_limits_of_zero_or_less_are_rejected(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="expected more than 0"):
-        Limits(**wrong)  # type: ignore[arg-type]
+        Limits(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_queue": 0}, {"batch_size": 0}, {"batch_delay": -1}, {"batch_delay": 2}, {"engine_threads": 0}]
+    "options", [{"max_queue": 0}, {"batch_size": 0}, {"batch_delay": -1}, {"batch_delay": 2}, {"engine_threads": 0}]
 )
-def test_a_batching_config_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
+def test_an_invalid_batching_config_is_rejected(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        BatchingConfig(**wrong)
+        BatchingConfig(**options)
 
 
 def test_json_escapes_do_not_hide_a_value(client: httpx.Client) -> None:
     body = json.dumps({"image": base64.b64encode(photo()).decode(), "t\u006fp": 1})
-    answer = client.post("/v1/predict", content=body, headers={"content-type": "application/json"})
-    assert len(answer.json()["results"][0]["predictions"]) == 1
+    response = client.post("/v1/predict", content=body, headers={"content-type": "application/json"})
+    assert len(response.json()["results"][0]["predictions"]) == 1

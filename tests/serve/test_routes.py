@@ -26,14 +26,14 @@ def vit() -> vitrail.Model:
 
 
 @pytest.fixture(scope="module")
-def live(vit: vitrail.Model) -> Iterator[tuple[httpx.Client, Service]]:
-    with run_server(served(vit)) as found:
-        yield found
+def running_server(vit: vitrail.Model) -> Iterator[tuple[httpx.Client, Service]]:
+    with run_server(served(vit)) as client_and_service:
+        yield client_and_service
 
 
 @pytest.fixture
-def client(live: tuple[httpx.Client, Service]) -> httpx.Client:
-    return live[0]
+def client(running_server: tuple[httpx.Client, Service]) -> httpx.Client:
+    return running_server[0]
 
 
 def as_base64(data: bytes) -> str:
@@ -43,32 +43,32 @@ def as_base64(data: bytes) -> str:
 def bodies(images: list[bytes], **values: object) -> dict[str, dict[str, object]]:
     """The same request with each type of body."""
     form = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
-    found: dict[str, dict[str, object]] = {
+    requests: dict[str, dict[str, object]] = {
         "form": {"files": [("images", ("a.jpg", data)) for data in images], "data": form},
         "json": {"json": {"images": [as_base64(data) for data in images], **values}},
     }
     if len(images) == 1:
         raw = {"content": images[0], "params": form}
-        found["raw"] = {**raw, "headers": {"content-type": "image/jpeg"}}
-        found["bytes"] = {**raw, "headers": {"content-type": "application/octet-stream"}}
-        found["form without a name"] = {"files": {"image": (None, images[0])}, "data": form}
-        found["form of one"] = {"files": {"file": images[0]}, "data": form}
-        found["json of one"] = {"json": {"image": f"data:image/jpeg;base64,{as_base64(images[0])}", **values}}
-        found["in pieces"] = {**found["raw"], "content": iter([images[0][:100], images[0][100:]])}
-    return found
+        requests["raw"] = {**raw, "headers": {"content-type": "image/jpeg"}}
+        requests["bytes"] = {**raw, "headers": {"content-type": "application/octet-stream"}}
+        requests["form without a name"] = {"files": {"image": (None, images[0])}, "data": form}
+        requests["form of one"] = {"files": {"file": images[0]}, "data": form}
+        requests["json of one"] = {"json": {"image": f"data:image/jpeg;base64,{as_base64(images[0])}", **values}}
+        requests["in pieces"] = {**requests["raw"], "content": iter([images[0][:100], images[0][100:]])}
+    return requests
 
 
 @pytest.mark.parametrize(
     "kind", ["form", "json", "raw", "bytes", "form of one", "form without a name", "json of one", "in pieces"]
 )
-def test_one_image_is_named_as_predict_names_it(client: httpx.Client, vit: vitrail.Model, kind: str) -> None:
+def test_one_image_gets_the_predictions_of_predict(client: httpx.Client, vit: vitrail.Model, kind: str) -> None:
     data = photo()
-    answer = client.post("/v1/predict", **bodies([data], top=3)[kind])
-    assert answer.status_code == 200
-    found = answer.json()
-    assert (found["model"], found["engine"]) == ("small", "torch")
-    assert found["ms"] > 0
-    [result] = found["results"]
+    response = client.post("/v1/predict", **bodies([data], top=3)[kind])
+    assert response.status_code == 200
+    result = response.json()
+    assert (result["model"], result["engine"]) == ("small", "torch")
+    assert result["ms"] > 0
+    [result] = result["results"]
     expected = vit.predict(data, top=3)
     assert [(p["label"], p["index"]) for p in result["predictions"]] == [(p.label, p.index) for p in expected]
     assert [p["score"] for p in result["predictions"]] == pytest.approx([p.score for p in expected], abs=1e-6)
@@ -76,58 +76,58 @@ def test_one_image_is_named_as_predict_names_it(client: httpx.Client, vit: vitra
 
 @pytest.mark.parametrize("kind", ["form", "json"])
 def test_several_images_are_answered_in_order(client: httpx.Client, vit: vitrail.Model, kind: str) -> None:
-    files = [photo(i, "PNG" if i % 2 else "JPEG") for i in range(11)]
-    found = client.post("/v1/predict", **bodies(files)[kind]).json()["results"]
-    for result, expected in zip(found, vit.predict(files), strict=True):
+    images = [photo(i, "PNG" if i % 2 else "JPEG") for i in range(11)]
+    results = client.post("/v1/predict", **bodies(images)[kind]).json()["results"]
+    for result, expected in zip(results, vit.predict(images), strict=True):
         assert [p["index"] for p in result["predictions"]] == [p.index for p in expected]
         assert [p["score"] for p in result["predictions"]] == pytest.approx([p.score for p in expected], abs=1e-6)
 
 
-def test_features_are_those_of_embed(client: httpx.Client, vit: vitrail.Model) -> None:
-    files = [photo(i) for i in range(3)]
-    found = client.post("/v1/embed", **bodies(files)["form"]).json()
-    assert found["dimension"] == 128
-    assert np.allclose([r["embedding"] for r in found["results"]], vit.embed(files), atol=1e-5)
+def test_features_equal_those_of_embed(client: httpx.Client, vit: vitrail.Model) -> None:
+    images = [photo(i) for i in range(3)]
+    result = client.post("/v1/embed", **bodies(images)["form"]).json()
+    assert result["dimension"] == 128
+    assert np.allclose([r["embedding"] for r in result["results"]], vit.embed(images), atol=1e-5)
 
 
 @pytest.mark.parametrize("fill", ["mean", "zero", "blur"])
 def test_hidden_patches_are_hidden_from_the_network(client: httpx.Client, vit: vitrail.Model, fill: str) -> None:
     data = photo()
-    found = client.post("/v1/predict", **bodies([data], hide=[0, 5, 15], fill=fill)["raw"]).json()
+    result = client.post("/v1/predict", **bodies([data], hide=[0, 5, 15], fill=fill)["raw"]).json()
     image = vit.preprocess.prepare(data)
     mask = torch.zeros(16, dtype=torch.bool)
     mask[[0, 5, 15]] = True
-    left = mask_patches(image, replacement_pixels(image[None], fill)[0], mask.view(1, 4, 4))
+    masked = mask_patches(image, replacement_pixels(image[None], fill)[0], mask.view(1, 4, 4))
     with torch.no_grad():
-        expected = vit.net(left).softmax(1)[0]
-    scores = {p["index"]: p["score"] for p in found["results"][0]["predictions"]}
+        expected = vit.net(masked).softmax(1)[0]
+    scores = {p["index"]: p["score"] for p in result["results"][0]["predictions"]}
     assert [scores[i] for i in range(5)] == pytest.approx(expected.tolist(), abs=0.01)  # pixels are rounded to bytes
-    whole = {p.index: p.score for p in vit.predict(data)}
-    assert max(abs(scores[i] - whole[i]) for i in range(5)) > 0.001
+    original = {p.index: p.score for p in vit.predict(data)}
+    assert max(abs(scores[i] - original[i]) for i in range(5)) > 0.001
 
 
 @pytest.mark.parametrize("fill", ["mean", "zero", "blur"])
 @pytest.mark.parametrize("kind", ["raw", "form", "json"])
-def test_features_are_those_of_the_image_without_the_hidden_patches(
+def test_features_are_computed_without_the_hidden_patches(
     client: httpx.Client, vit: vitrail.Model, kind: str, fill: str
 ) -> None:
-    files = [photo(i) for i in range(1 if kind == "raw" else 3)]
-    found = client.post("/v1/embed", **bodies(files, hide=[0, 5, 15], fill=fill)[kind]).json()["results"]
-    whole = vit.embed(files).numpy()
-    for number, data in enumerate(files):
+    images = [photo(i) for i in range(1 if kind == "raw" else 3)]
+    result = client.post("/v1/embed", **bodies(images, hide=[0, 5, 15], fill=fill)[kind]).json()["results"]
+    original = vit.embed(images).numpy()
+    for number, data in enumerate(images):
         pixels = torch.from_numpy(vit.preprocess.pixels(data)).permute(2, 0, 1)
         image = vit.preprocess.normalize(pixels)
-        instead = replacement_pixels(image[None], fill)[0]
-        for patch in (0, 5, 15):  # by hand: rows and columns of 8 pixels
-            row, column = 8 * (patch // 4), 8 * (patch % 4)
-            image[:, row : row + 8, column : column + 8] = instead[:, row : row + 8, column : column + 8]
+        replacement = replacement_pixels(image[None], fill)[0]
+        for patch_center in (0, 5, 15):  # by hand: rows and columns of 8 pixels
+            row, column = 8 * (patch_center // 4), 8 * (patch_center % 4)
+            image[:, row : row + 8, column : column + 8] = replacement[:, row : row + 8, column : column + 8]
         with torch.no_grad():
             expected = vit.net.features(image[None], outputs="pooled").pooled[0].numpy()
-        got = np.array(found[number]["embedding"])
+        embedding = np.array(result[number]["embedding"])
         assert (
-            np.abs(got - expected).max() < 0.25 * np.abs(whole[number] - expected).max()
+            np.abs(embedding - expected).max() < 0.25 * np.abs(original[number] - expected).max()
         )  # pixels are rounded to bytes
-        assert np.abs(got - expected).max() < 0.01
+        assert np.abs(embedding - expected).max() < 0.01
 
 
 def test_hiding_a_patch_outside_the_grid_is_rejected(client: httpx.Client) -> None:
@@ -136,29 +136,29 @@ def test_hiding_a_patch_outside_the_grid_is_rejected(client: httpx.Client) -> No
 
 
 def test_a_parameter_in_the_body_overrides_the_query_string(client: httpx.Client) -> None:
-    found = client.post("/v1/predict", params={"top": 5}, **bodies([photo()], top=2)["json"]).json()
-    assert len(found["results"][0]["predictions"]) == 2
+    result = client.post("/v1/predict", params={"top": 5}, **bodies([photo()], top=2)["json"]).json()
+    assert len(result["results"][0]["predictions"]) == 2
 
 
-def test_a_list_is_one_piece_of_json_or_a_field_for_each(client: httpx.Client) -> None:
-    data, ways = photo(), [{"hide": "[1,2,5]"}, {"hide": ["1", "2", "5"]}]
-    answers = [client.post("/v1/predict", files={"image": data}, data=way) for way in ways]
-    answers += [client.post("/v1/predict", files={"image": data}, params=way) for way in ways]
-    assert len({json.dumps(a.json()["results"]) for a in answers}) == 1
-    words = client.post("/v1/explain", files={"image": data}, data={"methods": ["gradient", "rollout"]})
-    assert list(words.json()["maps"]) == ["gradient", "rollout"]
+def test_a_list_is_json_or_a_repeated_field(client: httpx.Client) -> None:
+    data, encodings = photo(), [{"hide": "[1,2,5]"}, {"hide": ["1", "2", "5"]}]
+    responses = [client.post("/v1/predict", files={"image": data}, data=parameters) for parameters in encodings]
+    responses += [client.post("/v1/predict", files={"image": data}, params=parameters) for parameters in encodings]
+    assert len({json.dumps(a.json()["results"]) for a in responses}) == 1
+    methods = client.post("/v1/explain", files={"image": data}, data={"methods": ["gradient", "rollout"]})
+    assert list(methods.json()["maps"]) == ["gradient", "rollout"]
 
 
-def test_the_model_says_what_it_is(client: httpx.Client) -> None:
-    found = client.get("/v1/model").json()
-    assert found["name"] == "small"
-    assert found["labels"] == list(LABELS)
-    assert (found["image_size"], found["channels"]) == ({"height": 32, "width": 32}, 3)
-    assert found["grid"] == {"rows": 4, "columns": 4}
-    assert (found["depth"], found["num_heads"], found["prefix_tokens"], found["pool"]) == (2, 2, ["class"], "token")
-    assert found["methods"] == ["rollout", "gradient", "attention", "occlusion"]
-    assert found["has_attention"] is True
-    assert found["limits"] == {
+def test_the_model_route_describes_the_model(client: httpx.Client) -> None:
+    result = client.get("/v1/model").json()
+    assert result["name"] == "small"
+    assert result["labels"] == list(LABELS)
+    assert (result["image_size"], result["channels"]) == ({"height": 32, "width": 32}, 3)
+    assert result["grid"] == {"rows": 4, "columns": 4}
+    assert (result["depth"], result["num_heads"], result["prefix_tokens"], result["pool"]) == (2, 2, ["class"], "token")
+    assert result["methods"] == ["rollout", "gradient", "attention", "occlusion"]
+    assert result["has_attention"] is True
+    assert result["limits"] == {
         "max_bytes": 16 * 2**20,
         "max_pixels": 50_000_000,
         "max_total_pixels": 200_000_000,
@@ -166,38 +166,38 @@ def test_the_model_says_what_it_is(client: httpx.Client) -> None:
     }
 
 
-def test_samples_are_listed_and_are_images(client: httpx.Client, vit: vitrail.Model) -> None:
+def test_samples_are_listed_with_credits_and_are_images(client: httpx.Client, vit: vitrail.Model) -> None:
     listed = client.get("/v1/samples").json()
     assert len(listed) == 8
-    for one in listed:
-        file = client.get(one["url"])
+    for sample in listed:
+        file = client.get(sample["url"])
         assert file.headers["content-type"] == "image/jpeg"
         assert len(file.content) < 35_000
         assert vit.predict(file.content)
-        assert one["alt"]
-        assert one["credit"].endswith(("CC0", "CC BY 2.0", "public domain"))
+        assert sample["alt"]
+        assert sample["credit"].endswith(("CC0", "CC BY 2.0", "public domain"))
 
 
-def test_metrics_count_requests_batches_and_seconds(live: tuple[httpx.Client, Service]) -> None:
-    client, _ = live
+def test_metrics_count_requests_batches_and_seconds(running_server: tuple[httpx.Client, Service]) -> None:
+    client, _ = running_server
     before = _numbers(client)
     client.post("/v1/predict", **bodies([photo(i) for i in range(3)])["form"])
     client.post("/v1/predict", content=b"no")
     after = _numbers(client)
 
-    def rose(name: str) -> float:
+    def increase(name: str) -> float:
         return after[name] - before.get(name, 0)
 
-    assert rose('vitrail_requests_total{route="/v1/predict",status="200"}') == 1
-    assert rose('vitrail_requests_total{route="/v1/predict",status="415"}') == 1
-    assert rose("vitrail_batch_size_sum") == 3
-    assert rose("vitrail_decode_seconds_count") == 3
-    assert rose("vitrail_engine_seconds_count") >= 1
-    assert rose('vitrail_request_seconds_count{route="/v1/predict"}') == 2
+    assert increase('vitrail_requests_total{route="/v1/predict",status="200"}') == 1
+    assert increase('vitrail_requests_total{route="/v1/predict",status="415"}') == 1
+    assert increase("vitrail_batch_size_sum") == 3
+    assert increase("vitrail_decode_seconds_count") == 3
+    assert increase("vitrail_engine_seconds_count") >= 1
+    assert increase('vitrail_request_seconds_count{route="/v1/predict"}') == 2
     assert after["vitrail_queue_images"] == 0
 
 
-def test_metrics_have_the_build_the_errors_and_the_process(client: httpx.Client) -> None:
+def test_metrics_include_build_errors_and_process(client: httpx.Client) -> None:
     before = _numbers(client).get('vitrail_errors_total{code="image_unreadable"}', 0)
     client.post("/v1/predict", content=b"no", headers={"content-type": "image/png"})
     after = _numbers(client)
@@ -213,7 +213,7 @@ def _numbers(client: httpx.Client) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
-def test_no_client_can_make_up_names_for_the_metrics(client: httpx.Client) -> None:
+def test_unknown_paths_do_not_appear_in_the_metrics(client: httpx.Client) -> None:
     for number in range(5):
         assert client.get(f"/nothing/{number}").status_code == 404
         assert client.get(f"/static/nothing-{number}.js").status_code == 404
@@ -226,26 +226,26 @@ def test_a_model_without_classes_returns_features_only() -> None:
         refused = client.post("/v1/predict", **bodies([photo()])["raw"])
         assert refused.status_code == 400
         assert refused.json()["error"]["code"] == "no_classes"
-        found = client.post("/v1/embed", **bodies([photo()])["raw"]).json()
-        assert np.allclose(found["results"][0]["embedding"], vit.embed(photo())[0], atol=1e-5)
+        result = client.post("/v1/embed", **bodies([photo()])["raw"]).json()
+        assert np.allclose(result["results"][0]["embedding"], vit.embed(photo())[0], atol=1e-5)
         assert client.get("/v1/model").json()["task"] == "embed"
 
 
-def test_a_network_without_attention_is_served_too() -> None:
+def test_a_network_without_attention_is_served() -> None:
     vit = model(BiTConfig(image_size=32, num_classes=5, layers=(1, 1, 1, 1), width_factor=0.5))
     with run_server(served(vit)) as (client, _):
-        about = client.get("/v1/model").json()
-        assert (about["has_attention"], about["methods"]) == (False, ["occlusion"])
-        assert about["depth"] is None
-        found = client.post("/v1/explain", **bodies([photo()])["raw"]).json()
-        assert (list(found["maps"]), found["attention"], found["layers"]) == (["occlusion"], [], [])
+        model_info = client.get("/v1/model").json()
+        assert (model_info["has_attention"], model_info["methods"]) == (False, ["occlusion"])
+        assert model_info["depth"] is None
+        result = client.post("/v1/explain", **bodies([photo()])["raw"]).json()
+        assert (list(result["maps"]), result["attention"], result["layers"]) == (["occlusion"], [], [])
         missing = client.get("/v1/positions")
         assert missing.status_code == 404
         assert "no position embeddings" in missing.json()["error"]["message"]
 
 
-def test_connections_are_kept(live: tuple[httpx.Client, Service]) -> None:
-    client, _ = live
-    answers = [client.get("/healthz") for _ in range(3)]
-    streams = {id(a.extensions["network_stream"]) for a in answers}
+def test_connections_are_reused(running_server: tuple[httpx.Client, Service]) -> None:
+    client, _ = running_server
+    responses = [client.get("/healthz") for _ in range(3)]
+    streams = {id(a.extensions["network_stream"]) for a in responses}
     assert len(streams) == 1

@@ -28,32 +28,32 @@ schemathesis.openapi.format("binary", IMAGES)
 schemathesis.openapi.format("byte", IMAGES.map(lambda data: base64.b64encode(data).decode()))
 REFUSED = ["400", "403", "405", "408", "413", "415", "431"]
 EXAMPLES = int(os.environ.get("VITRAIL_EXAMPLES", "25"))
-RAW = (*IMAGE_TYPES, "application/octet-stream")
-for kind in RAW:
+RAW_TYPES = (*IMAGE_TYPES, "application/octet-stream")
+for kind in RAW_TYPES:
     schemathesis.openapi.media_type(kind, IMAGES)
 
 
 @pytest.fixture(scope="module")
-def description() -> dict[str, Any]:
+def schema() -> dict[str, Any]:
     return create_app(served(), batching=QUICK).openapi()
 
 
-def test_every_route_of_the_contract_is_described(description: dict[str, Any]) -> None:
-    routes = {(path, method) for path, methods in description["paths"].items() for method in methods}
+def test_the_schema_describes_every_route(schema: dict[str, Any]) -> None:
+    routes = {(path, method) for path, methods in schema["paths"].items() for method in methods}
     posts = {(f"/v1/{name}", "post") for name in ("predict", "embed", "explain", "preprocess")}
     gets = {(f"/v1/{name}", "get") for name in ("model", "positions", "samples")}
     assert routes == posts | gets | {("/healthz", "get"), ("/readyz", "get"), ("/metrics", "get")}
 
 
-def test_every_body_and_value_is_described_with_an_example(description: dict[str, Any]) -> None:
-    predict = description["paths"]["/v1/predict"]["post"]
+def test_the_schema_describes_bodies_and_parameters_with_examples(schema: dict[str, Any]) -> None:
+    predict = schema["paths"]["/v1/predict"]["post"]
     content = predict["requestBody"]["content"]
     assert set(content) == {*IMAGE_TYPES, "application/octet-stream", "multipart/form-data", "application/json"}
     assert {kind.rpartition("/")[2].replace("x-portable-pixmap", "ppm").upper() for kind in IMAGE_TYPES} == set(FORMATS)
     fields = [kind["required"] for kind in content["multipart/form-data"]["schema"]["anyOf"]]
     assert fields == [["images"], ["image"], ["file"]]
     assert {p["name"] for p in predict["parameters"]} == {"X-Deadline-Ms", "top", "hide", "fill"}
-    embed = {p["name"]: p for p in description["paths"]["/v1/embed"]["post"]["parameters"]}
+    embed = {p["name"]: p for p in schema["paths"]["/v1/embed"]["post"]["parameters"]}
     assert set(embed) == {"X-Deadline-Ms", "hide", "fill"}
     assert embed["hide"]["schema"]["examples"] == [[0, 1, 2]]
     assert embed["hide"]["schema"]["maxItems"] == 20_000
@@ -62,8 +62,8 @@ def test_every_body_and_value_is_described_with_an_example(description: dict[str
     assert image.size == (1, 1)
     refusals = {"400", "403", "408", "413", "415", "503", "504"}
     assert refusals <= set(predict["responses"])
-    schema = description["components"]["schemas"]["Prediction"]["properties"]
-    assert all(field["examples"] for field in schema.values())
+    prediction = schema["components"]["schemas"]["Prediction"]["properties"]
+    assert all(field["examples"] for field in prediction.values())
 
 
 def test_the_schema_lists_host_and_token_errors() -> None:
@@ -74,8 +74,8 @@ def test_the_schema_lists_host_and_token_errors() -> None:
         assert "421" in statuses
 
 
-def test_examples_are_of_the_model_that_is_served(description: dict[str, Any]) -> None:
-    schemas = description["components"]["schemas"]
+def test_examples_are_those_of_the_served_model(schema: dict[str, Any]) -> None:
+    schemas = schema["components"]["schemas"]
     assert schemas["PredictResponse"]["properties"]["model"]["examples"] == ["small"]
     assert schemas["Prediction"]["properties"]["label"]["examples"] == [LABELS[0]]
     assert schemas["ModelResponse"]["examples"][0]["name"] == "small"
@@ -108,12 +108,14 @@ NEGATIVE = [(path, "POST", GenerationMode.NEGATIVE) for path, method in ROUTES i
 def test_the_server_conforms_to_its_schema(api: Any, path: str, method: str, mode: GenerationMode) -> None:
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
     @given(case=api[path][method].as_strategy(generation_mode=mode))
-    def ask(case: Any) -> None:
-        assume(not case.query or case.media_type in RAW)  # otherwise parameters in the body could hide an invalid one
+    def check(case: Any) -> None:
+        assume(
+            not case.query or case.media_type in RAW_TYPES
+        )  # otherwise parameters in the body could hide an invalid one
         assume(not nested(case.query))
         assume(case.media_type != "multipart/form-data" or not nested(case.body))
         if re.fullmatch(r"[1-9]\d{0,8}", str(case.headers.get("X-Deadline-Ms", ""))):
             case.headers["X-Deadline-Ms"] = "20000"  # a short deadline could pass
         case.call_and_validate()
 
-    ask()
+    check()

@@ -24,7 +24,9 @@ from vitrail.serve.schema import PredictParameters
 PAGE = (ROOT / "docs" / "serving.md").read_text()
 
 
-def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_snippets_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     for number, name in enumerate(("cat.jpg", "dog.jpg")):
         Path(name).write_bytes(photo(number))
@@ -47,33 +49,38 @@ def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert imported - {"numpy as np"} <= {*sys.stdlib_module_names, "urllib.request"}
 
 
-def test_the_page_lists_exactly_the_statuses_of_the_code() -> None:
+def test_the_page_lists_exactly_the_http_statuses_of_the_code() -> None:
     table = PAGE.partition("| status | when |")[2].partition("\n\n")[0]
-    said = {int(status) for status in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
+    match = {int(status) for status in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
     source = "".join(path.read_text() for path in Path(serving.__file__).parent.glob("*.py"))
     raised = {int(status) for status in re.findall(r"RequestError\(\s*(\d{3}),", source)}
-    assert said == raised | {404, 405, 429}  # raised by the router, and by quotas
+    assert match == raised | {404, 405, 429}  # raised by the router, and by quotas
 
 
-def test_every_route_and_every_fill_is_on_the_page_with_the_defaults() -> None:
+def test_the_page_lists_all_routes_fills_and_their_defaults() -> None:
     table = PAGE.partition("| route | returns |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(?:GET|POST) (/\S+)`", table)) == set(create_app(served()).openapi()["paths"])
     values = PredictParameters()
     assert f"`top` (default {values.top})" in PAGE
-    said = re.search(r"`fill` replaces them: (.*?)\. Layers", PAGE, re.DOTALL)
-    assert said
-    assert set(re.findall(r"`(\w+)`", said[1])) == set(get_args(Fill))
-    assert f"`{values.fill}`, the mean color of the image (default)" in " ".join(said[1].split())
+    match = re.search(r"`fill` replaces them: (.*?)\. Layers", PAGE, re.DOTALL)
+    assert match
+    assert set(re.findall(r"`(\w+)`", match[1])) == set(get_args(Fill))
+    assert f"`{values.fill}`, the mean color of the image (default)" in " ".join(match[1].split())
 
 
-def test_options_on_the_page_exist() -> None:
+def test_command_line_options_on_the_page_exist() -> None:
     names = {f"--{name.replace('_', '-')}" for name in inspect.signature(serve.serve).parameters}
-    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) - {"--data-binary", "--json", "--data", "--clients"}
-    assert used
-    assert used <= names
+    used_options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) - {
+        "--data-binary",
+        "--json",
+        "--data",
+        "--clients",
+    }
+    assert used_options
+    assert used_options <= names
 
 
-def test_numbers_on_the_page_are_the_defaults() -> None:
+def test_numbers_on_the_page_match_the_defaults() -> None:
     limits, batching = Limits(), BatchingConfig()
     assert (limits.max_bytes, limits.max_pixels, limits.max_images, limits.body_timeout) == (
         16 * 2**20,
@@ -91,10 +98,10 @@ def test_numbers_on_the_page_are_the_defaults() -> None:
         assert words in PAGE
 
 
-def test_metrics_and_formats_on_the_page_are_all_there_are() -> None:
+def test_the_page_lists_all_metrics_and_image_formats() -> None:
     text = Metrics().render().decode()
-    exist = {m for m in re.findall(r"^# TYPE (vitrail_\w+)", text, re.MULTILINE) if not m.endswith("_created")}
-    assert set(re.findall(r"`(vitrail_\w+)`", PAGE)) == exist
-    said = re.search(r"- The supported formats are (.*?)\. Variants", PAGE)
-    assert said
-    assert {w.upper() for w in re.findall(r"\w+", said[1])} - {"AND"} == set(FORMATS)
+    existing = {m for m in re.findall(r"^# TYPE (vitrail_\w+)", text, re.MULTILINE) if not m.endswith("_created")}
+    assert set(re.findall(r"`(vitrail_\w+)`", PAGE)) == existing
+    match = re.search(r"- The supported formats are (.*?)\. Variants", PAGE)
+    assert match
+    assert {w.upper() for w in re.findall(r"\w+", match[1])} - {"AND"} == set(FORMATS)

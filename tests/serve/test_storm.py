@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image
-from serving import QUICK, BlockingEngine, photo, png_of, run_server, served, until
+from serving import QUICK, BlockingEngine, photo, png_with_size, run_server, served, wait_until
 from small_models import model, small
 
 from vitrail.serve import app, image_decoder
@@ -44,7 +44,7 @@ def bodies() -> list[bytes]:
     form = b"".join(part % image for image in (photo(), large.getvalue(), photo(1))) + b"--edge--\r\n"
     return [
         *(photo(), photo(2), large.getvalue(), tiff.getvalue(), form, form[:-9], 3 * form),
-        *(photo()[:100], png_of(9000, 9000), bytes(300_000), b"", b'{"images": ["!"]}', b'{"image": 3}'),
+        *(photo()[:100], png_with_size(9000, 9000), bytes(300_000), b"", b'{"images": ["!"]}', b'{"image": 3}'),
     ]
 
 
@@ -74,7 +74,7 @@ def send(port: int, number: int) -> str:
     return "gone"
 
 
-class Failing(BlockingEngine):
+class FailingEngine(BlockingEngine):
     """An engine that fails occasionally."""
 
     def logits(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
@@ -89,20 +89,20 @@ def test_after_many_random_requests_all_quotas_and_queues_are_empty(monkeypatch:
     monkeypatch.setattr(app, "MAX_REFUSAL_DELAY_S", 0.01)
     monkeypatch.setattr(image_decoder, "SMALL_PIXELS", 500_000)  # so that some are decoded in processes
     torch.manual_seed(0)
-    what = served(model(small()))
-    what.engine = Failing(what.model)  # type: ignore[arg-type]
+    served_model = served(model(small()))
+    served_model.engine = FailingEngine(served_model.model)  # type: ignore[arg-type]
     batching = replace(
         QUICK, max_queue=24, max_explanations=8, max_uploads=24, max_queue_bytes=4_000_000, engine_threads=2
     )
-    with run_server(what, Limits(max_pixels=1_000_000, max_bytes=200_000), batching) as (client, service):
+    with run_server(served_model, Limits(max_pixels=1_000_000, max_bytes=200_000), batching) as (client, service):
         port = client.base_url.port
         assert port is not None
         with ThreadPoolExecutor(24) as pool:
-            answers = Counter(pool.map(lambda number: send(port, number), range(300)))
-        assert {"200", "400", "413", "415", "gone"} <= set(answers), answers  # others depend on timing
+            statuses = Counter(pool.map(lambda number: send(port, number), range(300)))
+        assert {"200", "400", "413", "415", "gone"} <= set(statuses), statuses  # others depend on timing
         batcher, decoders = service.batcher, service.batcher.decode_pool
-        until(lambda: batcher._decoding == 0)
-        until(lambda: service.body_bytes.used == service.uploads.used == batcher.image_quota.used == 0)
+        wait_until(lambda: batcher._decoding == 0)
+        wait_until(lambda: service.body_bytes.used == service.uploads.used == batcher.image_quota.used == 0)
         for quota in (
             service.body_bytes,
             service.uploads,
@@ -110,11 +110,11 @@ def test_after_many_random_requests_all_quotas_and_queues_are_empty(monkeypatch:
             batcher.explain_quota,
             decoders.large_pixel_quota,
         ):
-            until(lambda quota=quota: (quota.used, quota._clients) == (0, {}))  # type: ignore[misc]
-        until(lambda: not (batcher._image_queue or batcher._explain_queue or batcher._batches_per_client))
-        until(lambda: (batcher._running_batches, batcher._running_steps, decoders.small_pending) == (0, 0, 0))
+            wait_until(lambda quota=quota: (quota.used, quota._clients) == (0, {}))  # type: ignore[misc]
+        wait_until(lambda: not (batcher._image_queue or batcher._explain_queue or batcher._batches_per_client))
+        wait_until(lambda: (batcher._running_batches, batcher._running_steps, decoders.small_pending) == (0, 0, 0))
         for jobs in (decoders._small_jobs, decoders._large_jobs):
-            until(lambda jobs=jobs: not (jobs._queue or jobs._busy))  # type: ignore[misc]
+            wait_until(lambda jobs=jobs: not (jobs._queue or jobs._busy))  # type: ignore[misc]
         assert decoders.pixel_semaphore.available == decoders.pixel_semaphore.total
         assert "vitrail_queue_images 0.0" in client.get("/metrics").text
-        until(lambda: client.post("/v1/predict", files={"image": photo()}).status_code == 200)
+        wait_until(lambda: client.post("/v1/predict", files={"image": photo()}).status_code == 200)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from small_models import small
 from torch import Tensor, nn
-from train.small_runs import digits_config
+from training.small_runs import digits_config
 
 from vitrail.models import Net, build
-from vitrail.train.checkpointing import CheckpointManager, Progress
-from vitrail.train.distributed import DistributedContext
-from vitrail.train.setup import prepare_run
-from vitrail.train.trainer import Trainer
+from vitrail.runtime.distributed import DistributedContext
+from vitrail.training.checkpointing import CheckpointManager, Progress
+from vitrail.training.setup import prepare_run
+from vitrail.training.trainer import Trainer
 from vitrail.weights import checkpoint
 from vitrail.weights.archive import ALIGNMENT, align_tensor, open_archive
 from vitrail.weights.model_info import ModelInfo, default_preprocess

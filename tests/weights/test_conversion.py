@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("quick_disk")
 @pytest.fixture
 def logged_notes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """Returns the notes that the library has logged since the last call."""
-    monkeypatch.setattr(runtime, "_logged", set())
+    monkeypatch.setattr(runtime.notes, "_logged", set())
 
     def take_notes() -> list[str]:
         messages = [record.note for record in caplog.records]  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ def run_convert(
     before = logger.handlers, logger.level, logger.propagate
 
     def run(*arguments: object) -> list[str]:
-        monkeypatch.setattr(runtime, "_logged", set())
+        monkeypatch.setattr(runtime.notes, "_logged", set())
         capsys.readouterr()
         main(["convert", *map(str, arguments)])
         lines = capsys.readouterr().err.splitlines()

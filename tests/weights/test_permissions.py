@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from vitrail.errors import CheckpointError
+from vitrail.storage.atomic_write import new_folder, write_json
 from vitrail.weights.archive import open_archive
-from vitrail.weights.writers import new_folder, write_json, write_safetensors
+from vitrail.weights.writers import write_safetensors
 
 NOBODY = 65534
 

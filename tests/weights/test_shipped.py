@@ -20,7 +20,7 @@ from small_models import model, small
 
 import vitrail
 from vitrail.errors import NotFoundError
-from vitrail.evaluate.scores import wilson_interval
+from vitrail.evaluation.scores import wilson_interval
 from vitrail.recipes import RECIPES
 from vitrail.weights import checkpoint, shipped
 from vitrail.weights.locate import locate

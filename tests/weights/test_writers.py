@@ -6,11 +6,7 @@ import errno
 import json
 import os
 import resource
-import shutil
-import signal
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +17,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from vitrail.errors import CheckpointError, ConversionError
-from vitrail.weights.writers import new_folder, write_json, write_npz, write_safetensors, write_torch
+from vitrail.errors import CheckpointError
+from vitrail.storage.atomic_write import write_json
+from vitrail.weights.writers import write_npz, write_safetensors, write_torch
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b/c": torch.ones(4, dtype=torch.float16), "file": torch.tensor(3)}
 BIG = {"a": torch.zeros(500_000)}
@@ -103,14 +100,6 @@ def test_equal_weights_give_equal_npz_files(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "1.npz").read_bytes() == (tmp_path / "2.npz").read_bytes()
 
 
-def test_json_is_indented_utf8_and_refuses_nan(tmp_path: Path):
-    write_json(tmp_path / "x.json", {"name": "vitré"})
-    assert (tmp_path / "x.json").read_text(encoding="utf-8") == '{\n  "name": "vitré"\n}\n'
-    with pytest.raises(ValueError, match="JSON compliant"):
-        write_json(tmp_path / "nan.json", float("nan"))
-    assert not (tmp_path / "nan.json").exists()
-
-
 @every_writer
 def test_file_mode_follows_the_umask(tmp_path: Path, name: str):
     old = os.umask(0o027)
@@ -187,135 +176,3 @@ def test_unwritable_folder_is_an_error(tmp_path: Path, name: str, monkeypatch: p
         WRITERS[name](tmp_path / "gone" / name)
     with pytest.raises(CheckpointError, match="is a folder"):
         WRITERS[name](tmp_path, overwrite=True)
-
-
-def fill(folder: Path, text: str = "new") -> None:
-    (folder / "config.json").write_text(text)
-    write_safetensors(folder / "model.safetensors", TENSORS)
-
-
-def fill_and_raise(error: BaseException, folder: Path) -> None:
-    fill(folder)
-    raise error
-
-
-def test_folder_appears_only_when_complete(tmp_path: Path):
-    out = tmp_path / "out"
-    with new_folder(out) as folder:
-        fill(folder)
-        assert folder.parent == tmp_path
-        assert not out.exists()
-    assert sorted(os.listdir(out)) == ["config.json", "model.safetensors"]
-    assert os.listdir(tmp_path) == ["out"]
-
-
-def test_existing_folder_is_kept_unless_empty_or_with_overwrite(tmp_path: Path):
-    out = tmp_path / "out"
-    out.mkdir()
-    with new_folder(out) as folder:
-        fill(folder, "first")
-    with pytest.raises(CheckpointError, match="not empty"), new_folder(out):
-        pytest.fail("the block must not run")
-    with new_folder(out, overwrite=True) as folder:
-        (folder / "config.json").write_text("second")
-        assert (out / "config.json").read_text() == "first"  # until the new one is complete
-    assert os.listdir(out) == ["config.json"]
-    assert (out / "config.json").read_text() == "second"
-    assert os.listdir(tmp_path) == ["out"]
-
-
-@pytest.mark.parametrize("other_file", ["cat.jpg", "photos/"])
-def test_folder_with_other_files_is_not_replaced(tmp_path: Path, other_file: str):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "config.json").write_text("{}")
-    (out / other_file).mkdir() if other_file.endswith("/") else (out / other_file).write_text("dear")
-    with pytest.raises(CheckpointError, match=other_file.strip("/")), new_folder(out, overwrite=True):
-        pytest.fail("the block must not run")
-    assert len(os.listdir(out)) == 2
-
-
-def test_file_or_symlink_at_the_folders_path_is_kept(tmp_path: Path):
-    (tmp_path / "file").write_text("dear")
-    (tmp_path / "target").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    for name in ("file", "link"):
-        with pytest.raises(CheckpointError, match="not a folder"), new_folder(tmp_path / name, overwrite=True):
-            pytest.fail("the block must not run")
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError, ConversionError])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_any_failure_removes_the_new_folder_and_keeps_the_old(
-    tmp_path: Path, error: type[BaseException], overwrite: bool
-):
-    out = tmp_path / "out"
-    if overwrite:
-        with new_folder(out) as folder:
-            fill(folder, "old")
-    with pytest.raises(error), new_folder(out, overwrite=overwrite) as folder:
-        fill_and_raise(error("stop"), folder)
-    assert os.listdir(tmp_path) == (["out"] if overwrite else [])
-    assert not overwrite or (out / "config.json").read_text() == "old"
-
-
-def test_errors_inside_a_new_folder_give_its_final_path(tmp_path: Path):
-    out = tmp_path / "out"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for write in (lambda path: write_npz(path, BIG), lambda path: path.write_bytes(bytes(2_000_000))):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-        try:
-            with pytest.raises(CheckpointError, match="full") as caught, new_folder(out) as folder:
-                write(folder / "model.npz")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert f"could not write {out}" in str(caught.value)
-        assert ".tmp" not in str(caught.value)
-    assert os.listdir(tmp_path) == []
-
-
-def test_unrelated_error_in_the_block_propagates_unchanged(tmp_path: Path):
-    with pytest.raises(FileNotFoundError), new_folder(tmp_path / "out"):
-        (tmp_path / "elsewhere").read_bytes()
-    assert os.listdir(tmp_path) == []
-
-
-def test_failed_swap_restores_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    out, replace = tmp_path / "out", os.replace
-    with new_folder(out) as folder:
-        fill(folder, "old")
-
-    def fail_second_replace(source: Path, target: Path) -> None:
-        if str(source).endswith(".tmp"):
-            raise OSError(errno.EIO, "Input/output error")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", fail_second_replace)
-    with pytest.raises(CheckpointError, match="Input/output error"), new_folder(out, overwrite=True) as folder:
-        (folder / "config.json").write_text("new")
-    assert (out / "config.json").read_text() == "old"
-    assert os.listdir(tmp_path) == ["out"]
-
-
-def test_removed_parent_folder_is_a_one_sentence_error(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="does not exist"), new_folder(tmp_path / "gone" / "out"):
-        pytest.fail("the block must not run")
-    (tmp_path / "parent").mkdir()
-    with pytest.raises(CheckpointError, match="does not exist or was removed"), new_folder(tmp_path / "parent" / "out"):
-        shutil.rmtree(tmp_path / "parent")
-
-
-def test_killed_writer_leaves_the_old_file_intact(tmp_path: Path):
-    """SIGKILL in the middle of a write."""
-    path = tmp_path / "x.json"
-    write_json(path, "old")
-    code = (
-        "import pathlib, time, vitrail.weights.writers as w\n"
-        f"with w._new_file(pathlib.Path({str(path)!r}), True) as t:\n"
-        "    t.write_text('half'); print('writing', flush=True); time.sleep(60)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "writing\n"
-        process.send_signal(signal.SIGKILL)
-    assert json.loads(path.read_text()) == "old"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -32,9 +33,10 @@ from vitrail.cli import (
     vtab,
 )
 from vitrail.cli.console import notes_to_stderr, print_error, print_stopped
+from vitrail.cli.settings import option_hint
 from vitrail.errors import VitrailError
 from vitrail.runtime import is_main_process
-from vitrail.train.interrupt import sigint_times
+from vitrail.training.interrupt import sigint_times
 
 FORCE_QUIT_AFTER_S = 5.0
 """A second Ctrl-C this many seconds after the first ends the process at once."""
@@ -129,7 +131,7 @@ def _run(arguments: list[str], debug: bool) -> int:
     except Exception as error:
         if debug:
             raise
-        message, status = _message_and_status(error)
+        message, status = _message_and_status(error, arguments)
         if message:
             print_error(message)
         return status
@@ -165,12 +167,15 @@ def _interrupt_once(final: bool) -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-def _message_and_status(error: Any) -> tuple[str, int]:
+def _message_and_status(error: Any, arguments: Sequence[str] = ()) -> tuple[str, int]:
     if isinstance(error, VitrailError):
         return str(error), 1
     if hasattr(error, "format_message"):  # a usage error; its class depends on typer's version
         command = error.ctx.command_path if getattr(error, "ctx", None) else "vitrail"
         message = error.format_message()  # empty if the help was shown instead
+        if message and hasattr(error, "option_name"):
+            hint = option_hint(command.split()[-1], error.option_name, arguments)
+            message = re.split(r" Did you mean| \(Possible", message)[0].rstrip(".") + hint if hint else message
         return message and f"{message}{'' if message[-1] in '.?' else '.'} See `{command} --help`.", 2
     if isinstance(error, OSError) and error.strerror:  # such as a full disk or a read-only folder
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}.", 1

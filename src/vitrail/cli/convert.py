@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from vitrail.cli.console import err, one_line
-from vitrail.cli.options import Family, Json, Section, Settings, parse_settings
+from vitrail.cli.option_groups import CheckpointOptions, with_option_groups
+from vitrail.cli.options import Json
 from vitrail.errors import CheckpointError, NotFoundError, did_you_mean
 
 SourceArgument = Annotated[str, typer.Argument(metavar="SRC", help="A name, a file, a folder or a hub id.")]
@@ -24,6 +25,7 @@ To = Annotated[
 ]
 
 
+@with_option_groups
 def convert(
     src: SourceArgument,
     dst: Destination,
@@ -32,26 +34,25 @@ def convert(
     approximate: Annotated[
         bool, typer.Option("--approximate", help="Convert even if the other library's results differ slightly.")
     ] = False,
-    section: Section = None,
-    family: Family = None,
-    changes: Settings = None,
+    checkpoint: CheckpointOptions = CheckpointOptions(),
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint to another format, read it back and compare every tensor."""
     with err.status(f"reading {src}"):
         from vitrail.runtime import warn_once
-        from vitrail.weights import checkpoint, conversion
+        from vitrail.weights import conversion
+        from vitrail.weights.checkpoint import FORMATS, read
         from vitrail.weights.locate import locate
 
-    formats = {f.name for f in checkpoint.FORMATS}
+    formats = {f.name for f in FORMATS}
     if to not in formats:
         raise NotFoundError(f"unknown format {to!r}{did_you_mean(to, formats)}")
     if not overwrite and (dst.is_file() or (dst.is_dir() and any(dst.iterdir()))):
         raise CheckpointError(f"{dst} exists already; choose another name, or replace it with --overwrite.")
-    overrides = parse_settings(changes)
+    options = checkpoint.load_options
     location = locate(src)  # shows its own progress bar if it downloads
     with err.status(f"reading {src}"):
-        net, info = checkpoint.read(location.path, section=section, family=family, dtype=None, overrides=overrides)
+        net, info = read(location.path, dtype=None, **options)
     if location.origin:
         info = info.replace(origin=location.origin)
     warn_once([*location.notes, *info.notes])

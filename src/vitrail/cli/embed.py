@@ -9,56 +9,42 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.console import print_error, print_plain, progress_bar
-from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, ModelSpec, open_model
-from vitrail.cli.options import Data, Family, Json, Root, Section, Settings, SkipBad, parse_settings, parse_size
+from vitrail.cli.model_options import BatchSize, ModelSpec, open_model
+from vitrail.cli.option_groups import (
+    CheckpointOptions,
+    DataOptions,
+    DeviceOptions,
+    FeatureOptions,
+    InputOptions,
+    with_option_groups,
+)
+from vitrail.cli.options import Json, parse_ints
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vitrail.evaluate.features import FeatureSpec
-
-Layer = Annotated[
-    str,
-    typer.Option(
-        "--layer",
-        "--layers",
-        metavar="N,...",
-        help="Block indices whose outputs are concatenated (0: the first block's input, -1: the last block), or last.",
-    ),
-]
-Pool = Annotated[
-    str, typer.Option("--pool", metavar="HOW", help="pooled (the head's input), token, mean or token+mean.")
-]
-Norm = Annotated[bool, typer.Option("--norm/--no-norm", help="Apply the final norm to the layers' tokens.")]
-Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Images per batch.")]
+    pass
 
 
+@with_option_groups
 def embed(
     model: ModelSpec = None,
-    data: Data = None,
+    source: DataOptions = DataOptions(),
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="The Parquet file, such as features.parquet.")
     ] = None,
     split: Annotated[
         str, typer.Option(metavar="NAME", help="train, validation, test, or all splits of the data.")
     ] = "all",
-    layer: Layer = "last",
-    pool: Pool = "pooled",
-    norm: Norm = True,
+    spec: FeatureOptions = FeatureOptions(),
     feature_dtype: Annotated[
         str, typer.Option("--feature-dtype", metavar="TYPE", help="float32, or float16 for half the file size.")
     ] = ("float32"),
     normalize: Annotated[bool, typer.Option("--normalize", help="Scale each feature vector to length 1.")] = (False),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
-    image_size: ImageSize = None,
-    channels: Channels = None,
-    root: Root = None,
-    section: Section = None,
-    family: Family = None,
-    changes: Settings = None,
-    batch_size: Batch = 64,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    skip_bad: SkipBad = False,
+    inputs: InputOptions = InputOptions(),
+    checkpoint: CheckpointOptions = CheckpointOptions(),
+    batch_size: BatchSize = 64,
+    device: DeviceOptions = DeviceOptions(),
     as_json: Json = False,
 ) -> None:
     """Write the features of every image to a Parquet file, for search or other tools. Labels are not needed.
@@ -67,6 +53,7 @@ def embed(
 
     If it is interrupted or killed, the same command continues where it stopped.
     """
+    data = source.data
     for name, value in (("--data SPEC", data), ("--out FILE", out)):
         if value is None:
             raise ConfigError(f"embed needs {name}: vitrail embed --data photos/ --out features.parquet.")
@@ -74,14 +61,12 @@ def embed(
     assert out is not None
     if out.suffix.lower() not in (".parquet", ".pq"):
         raise ConfigError(f"--out {out}: expected a .parquet file; try {out.with_suffix('.parquet').name}.")
-    own: dict[str, Any] = {"image_size": parse_size(image_size), "channels": channels}
-    layers = parse_ints(layer, "--layer")
-    own |= {"section": section, "family": family, "device": device, "dtype": dtype}
-    overrides = parse_settings(changes)
-    vit = open_model(model, overrides=overrides, require_classes=False, require_network=False, **own)
-    from vitrail.api.embedding import IMAGES_PER_PART
-    from vitrail.api.embedding import embed as run
+    parse_ints(spec.layer, "--layer")  # a wrong option is an error before torch is loaded
+    options = inputs.load_options | checkpoint.load_options | device.load_options
+    vit = open_model(model, require_classes=False, require_network=False, **options)
     from vitrail.config import DataConfig
+    from vitrail.evaluation.embedding import IMAGES_PER_PART
+    from vitrail.evaluation.embedding import embed as run
 
     done = 0
     with progress_bar() as bar:
@@ -95,10 +80,10 @@ def embed(
         try:
             result = run(
                 vit,
-                DataConfig(source=data, root=root),
+                DataConfig(source=data, root=source.root),
                 out,
                 split=split,
-                spec=feature_spec(layers, pool, norm),
+                spec=spec.to_spec(),
                 dtype=feature_dtype,
                 normalize=normalize,
                 batch_size=batch_size,
@@ -119,24 +104,8 @@ def embed(
     else:
         images = f"{result.num_images:,} image{'s' * (result.num_images != 1)}"
         print_plain(f"{result.path}: {images}, {result.width} features each ({result.features}).")
-    if result.unreadable and not skip_bad:
+    if result.unreadable and not source.skip_bad:
         count = len(result.unreadable)
         images = "image" if count == 1 else "images"
         print_error(f"skipped {count:,} unreadable {images}; add --skip-bad to allow this.")
         raise typer.Exit(1)
-
-
-def parse_ints(text: str, option: str) -> tuple[int, ...]:
-    """ "9,10,11,12" -> (9, 10, 11, 12); "last" -> ()."""
-    if text == "last":
-        return ()
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"{option} expects whole numbers such as 5 or 1,5,10, got {text!r}.") from None
-
-
-def feature_spec(layers: tuple[int, ...], pool: str, norm: bool) -> FeatureSpec:
-    from vitrail.evaluate.features import FeatureSpec
-
-    return FeatureSpec(layers=layers, pool=pool, norm=norm)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
@@ -17,15 +17,21 @@ from rich.text import Text
 
 from vitrail.cli import console
 from vitrail.cli.console import err, print_plain, progress_bar
-from vitrail.cli.engine import Calibrate, Engine, open_with_engine
-from vitrail.cli.model_options import Device, Dtype, LabelFile, ModelSpec
-from vitrail.cli.options import Data, Family, Json, Root, Section, Settings, SkipBad, parse_settings, parse_size
+from vitrail.cli.model_options import LabelFile, ModelSpec, open_with_engine
+from vitrail.cli.option_groups import (
+    CheckpointOptions,
+    DataOptions,
+    DeviceOptions,
+    EngineOptions,
+    with_option_groups,
+)
+from vitrail.cli.options import Json, parse_size
 from vitrail.errors import ConfigError
 from vitrail.runtime import is_main_process, log_on_main_process
 
 if TYPE_CHECKING:
-    from vitrail.evaluate.intervals import Estimate
-    from vitrail.evaluate.summary import Evaluation, SizeResult
+    from vitrail.evaluation.intervals import Estimate
+    from vitrail.evaluation.summary import Evaluation, SizeResult
 
 MAX_NAME_LENGTH = 30
 """Characters of a class name that are shown."""
@@ -55,26 +61,21 @@ Formats = Annotated[
 ]
 
 
+@with_option_groups
 def evaluate(
     model: ModelSpec = None,
-    data: Data = None,
+    source: DataOptions = DataOptions(),
     image_size: Sizes = None,
     flip: Flip = False,
     protocol: Protocol = "auto",
     real: Real = None,
     labels: LabelFile = None,
     held_out: HeldOut = False,
-    root: Root = None,
-    skip_bad: SkipBad = False,
-    section: Section = None,
-    family: Family = None,
-    changes: Settings = None,
+    checkpoint: CheckpointOptions = CheckpointOptions(),
     batch_size: Batch = None,
     bins: Bins = 15,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    engine: Engine = None,
-    calibrate: Calibrate = None,
+    device: DeviceOptions = DeviceOptions(),
+    engine: EngineOptions = EngineOptions(),
     worst: Worst = 10,
     to: Out = None,
     formats: Formats = "png",
@@ -84,13 +85,14 @@ def evaluate(
 
     vitrail eval --model MODEL --data photos/ --out measured/
     """
+    data = source.data
     if data is None:
         raise typer.BadParameter("eval needs --data: labeled images to measure on")
     sizes = [parse_size(text.strip()) for text in image_size.split(",")] if image_size is not None else None
     kinds = [kind.strip() for kind in formats.split(",") if kind.strip()]
     if to is not None and to.exists() and not to.is_dir():
         raise ConfigError(f"--out {to} is a file; give the name of a folder.")
-    own = parse_settings(changes)
+    load_options = checkpoint.load_options
     if to is not None:
         from vitrail.report.evaluation_files import check_formats, write_evaluation
 
@@ -99,21 +101,20 @@ def evaluate(
 
     with log_on_main_process():
         only_size = sizes[0] if sizes is not None and len(sizes) == 1 else None
-        options: dict[str, Any] = {
-            "image_size": only_size,
-            "labels": labels,
-            "section": section,
-            "family": family,
-            "dtype": dtype,
-        }
-        where = device if engine == "auto" else "cpu"  # evaluate() moves it to the device
+        on_cpu = replace(device, device="cpu")  # evaluate() moves it to the device
         vit = open_with_engine(
-            model, engine, calibrate=calibrate, overrides=own, require_classes=False, device=where, **options
+            model,
+            engine,
+            device if engine.engine == "auto" else on_cpu,
+            require_classes=False,
+            image_size=only_size,
+            labels=labels,
+            **load_options,
         )
     with err.status("starting"):
-        from vitrail import api
+        from vitrail.evaluation.evaluate import evaluate as evaluate_model
 
-    evaluation = api.evaluate(
+    evaluation = evaluate_model(
         vit,
         data,
         image_size=[s for s in sizes if s is not None] if sizes is not None else None,
@@ -121,11 +122,11 @@ def evaluate(
         protocol=protocol,  # type: ignore[arg-type]
         real=real,
         held_out=held_out,
-        root=root,
-        skip_bad=skip_bad,
+        root=source.root,
+        skip_bad=source.skip_bad,
         batch_size=batch_size,
         bins=bins,
-        device=device,
+        device=device.device,
         progress=_progress,
     )
     if not is_main_process():
@@ -225,8 +226,8 @@ def _sizes_table(evaluation: Evaluation) -> Table:
 
 
 def _worst_classes_table(evaluation: Evaluation, measured: SizeResult, rows: list[int]) -> Table:
-    from vitrail.evaluate.per_class import mistaken_for
-    from vitrail.evaluate.scores import wilson_interval
+    from vitrail.evaluation.per_class import mistaken_for
+    from vitrail.evaluation.scores import wilson_interval
     from vitrail.explain.label_text import unique_abbreviations
 
     classes, precise = measured.per_class, measured.per_class.average_precision

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.console import one_line, print_error, progress_bar
-from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, LabelFile, ModelSpec, open_model
-from vitrail.cli.options import Family, Formats, Json, Section, Settings, parse_list, parse_settings, parse_size
+from vitrail.cli.model_options import LabelFile, ModelSpec, open_model
+from vitrail.cli.option_groups import CheckpointOptions, DeviceOptions, InputOptions, with_option_groups
+from vitrail.cli.options import Formats, Json, parse_list
 from vitrail.cli.predict import Images, find_images
 from vitrail.errors import ImageError, NotFoundError
 
 if TYPE_CHECKING:
-    from vitrail.api.explanation import Explanation
+    from vitrail.explain.explanation import Explanation
 
 
+@with_option_groups
 def explain(
     images: Images,
     model: ModelSpec = None,
@@ -50,30 +52,16 @@ def explain(
     ] = False,
     formats: Formats = "png",
     labels: LabelFile = None,
-    image_size: ImageSize = None,
-    channels: Channels = None,
-    section: Section = None,
-    family: Family = None,
-    changes: Settings = None,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
+    inputs: InputOptions = InputOptions(),
+    checkpoint: CheckpointOptions = CheckpointOptions(),
+    device: DeviceOptions = DeviceOptions(),
     as_json: Json = False,
 ) -> None:
     """Explain predictions with attention rollout, attention maps, gradients and occlusion."""
     kinds, endings, layers = parse_list(methods), parse_list(formats) or (), _numbers(layer or "-1")
-    overrides = parse_settings(changes)
-    own: dict[str, Any] = {"image_size": parse_size(image_size), "channels": channels, "labels": labels}
+    options = inputs.load_options | checkpoint.load_options | device.load_options
     paths, _ = find_images(images)
-    vit = open_model(
-        model,
-        overrides=overrides,
-        require_classes=False,
-        section=section,
-        family=family,
-        device=device,
-        dtype=dtype,
-        **own,
-    )
+    vit = open_model(model, require_classes=False, labels=labels, **options)
     from vitrail.explain.attention import layer_index, parse_query, require_attention
     from vitrail.explain.canvas import check_formats
 

@@ -8,20 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import err, print_plain, progress_bar
-from vitrail.cli.model_options import ImageSize, LabelFile, open_model
-from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
+from vitrail.cli.model_options import LabelFile, open_model
+from vitrail.cli.option_groups import CheckpointOptions, with_option_groups
+from vitrail.cli.options import ImageSize, Json, Root, parse_size
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vitrail.export.compare import Comparison
-    from vitrail.export.exporter import ExportResult
+    from vitrail.exporting.compare import Comparison
+    from vitrail.exporting.exporter import ExportResult
 
 FORMAT_TITLES = {"onnx": "ONNX", "pt2": "torch.export", "openvino": "OpenVINO"}
 
@@ -50,9 +51,9 @@ Check = Annotated[
     str | None,
     typer.Option(metavar="SPEC", help="Images for the comparison.", show_default="crops of two photographs"),
 ]
-Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Folder of the built-in datasets.")]
 
 
+@with_option_groups
 def export(
     model: Model,
     dst: Target,
@@ -65,9 +66,7 @@ def export(
     check: Check = None,
     labels: LabelFile = None,
     root: Root = None,
-    section: Section = None,
-    family: Family = None,
-    changes: Settings = None,
+    checkpoint: CheckpointOptions = CheckpointOptions(),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -75,23 +74,17 @@ def export(
 
     vitrail export MODEL model.onnx
     """
-    overrides = parse_settings(changes)
-    options: dict[str, Any] = {
-        "image_size": parse_size(image_size),
-        "labels": labels,
-        "section": section,
-        "family": family,
-    }
+    options = checkpoint.load_options | {"image_size": parse_size(image_size), "labels": labels}
     fixed_batch_size = _parse_batch_size(batch_size)
     # Before torch and the model are loaded, which takes seconds.
     target, to, precision = _check_request(dst, to, precision, calibrate, labels, overwrite)
     with stoppable(), err.status("loading torch and the exporters"):
-        from vitrail.api.exporting import check_images, check_request
-        from vitrail.api.exporting import export as run
+        from vitrail.exporting.export_model import check_images, check_request
+        from vitrail.exporting.export_model import export as run
 
         check_images(calibrate, check, root)
         check_request(target, to, precision, calibrate is not None, overwrite)
-    vit = open_model(model, overrides=overrides, require_classes=False, **options)
+    vit = open_model(model, require_classes=False, **options)
 
     with stoppable(), ExportProgress() as progress:
         result = run(
@@ -122,7 +115,7 @@ def _check_request(
     dst: Path, to: str | None, precision: str, calibrate: str | None, labels: str | None, overwrite: bool
 ) -> tuple[Path, str, str]:
     """Check the options as far as possible without torch; returns the target, format and precision."""
-    from vitrail.export.export_options import resolve_request
+    from vitrail.exporting.export_options import resolve_request
     from vitrail.weights.class_names import read_labels
 
     request = resolve_request(dst, to, precision, calibrated=calibrate is not None, overwrite=overwrite)
@@ -189,7 +182,7 @@ def _parse_batch_size(batch: str) -> int | None:
 
 
 def _summary(result: ExportResult) -> str:
-    from vitrail.export.export_metadata import format_size
+    from vitrail.engines.export_metadata import format_size
 
     metadata = result.metadata
     batch = "any batch size" if metadata.batch_size is None else f"batch size {metadata.batch_size}"

@@ -9,22 +9,19 @@ from typing import Annotated, Any
 import typer
 
 from vitrail.cli.console import err, one_line, progress_bar
-from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, ModelSpec, open_model
+from vitrail.cli.model_options import ModelSpec, open_model
+from vitrail.cli.option_groups import CheckpointOptions, DeviceOptions, InputOptions, with_option_groups
 from vitrail.cli.options import (
     Data,
-    Family,
     Formats,
     Json,
     Root,
-    Section,
-    Settings,
     parse_list,
-    parse_settings,
-    parse_size,
 )
 from vitrail.errors import ConfigError
 
 
+@with_option_groups
 def figures(
     model: ModelSpec = None,
     data: Data = None,
@@ -46,19 +43,21 @@ def figures(
     ] = False,
     formats: Formats = "png",
     root: Root = None,
-    image_size: ImageSize = None,
-    channels: Channels = None,
-    section: Section = None,
-    family: Family = None,
-    changes: Settings = None,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
+    inputs: InputOptions = InputOptions(),
+    checkpoint: CheckpointOptions = CheckpointOptions(),
+    device: DeviceOptions = DeviceOptions(),
     as_json: Json = False,
 ) -> None:
     """Draw filters, position similarities, attention distances, rollouts and feature colors of a model."""
     names, endings = parse_list(what), parse_list(formats) or ()
     if timeline:
-        given = {"--data": data, "--layer": layer, "--image-size": image_size, "--channels": channels, "--set": changes}
+        given: dict[str, Any] = {
+            "--data": data,
+            "--layer": layer,
+            "--image-size": inputs.image_size,
+            "--channels": inputs.channels,
+        }
+        given |= {"--set": checkpoint.changes}
         given |= {"--format": None if formats == "png" else formats}
         for option in [name for name, value in given.items() if value is not None]:
             raise ConfigError(
@@ -66,17 +65,10 @@ def figures(
             )
         written = _timeline(model, out, names)
     else:
-        own: dict[str, Any] = {
-            "image_size": parse_size(image_size),
-            "channels": channels,
-            "section": section,
-            "family": family,
-        }
-        vit = open_model(
-            model, overrides=parse_settings(changes), require_classes=False, device=device, dtype=dtype, **own
-        )
+        options = inputs.load_options | checkpoint.load_options | device.load_options
+        vit = open_model(model, require_classes=False, **options)
         with err.status("looking for images"):
-            from vitrail.api.model_figures import FIGURES, NEED_IMAGES, ModelFigures, dataset_images, run_images
+            from vitrail.figures.model_figures import FIGURES, NEED_IMAGES, ModelFigures, dataset_images, run_images
 
             images = dataset_images(data, count, root) if data is not None else run_images(model, count)
             if data is None and images is not None:
@@ -105,7 +97,7 @@ def _timeline(model: str | None, out: Path, names: tuple[str, ...] | None) -> li
         given = "" if model is None else f", got {model}"
         raise ConfigError(f"--timeline expects a run folder: --model runs/digits{given}.")
     with err.status("loading"):
-        from vitrail.api.run_timeline import timeline
+        from vitrail.figures.run_timeline import timeline
     with progress_bar() as bar:
         task = bar.add_task("drawing", total=None)
         return timeline(model, out, names or (), watch=lambda done, of: bar.update(task, completed=done, total=of))

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 
 from vitrail.cli.console import err
-from vitrail.cli.model_options import ImageSize, ModelSpec
-from vitrail.cli.options import Data, Json, SkipBad, parse_size
-from vitrail.cli.train import (
-    AutoResume,
-    Device,
-    Out,
-    Report,
-    Resume,
-    command_line,
-    print_result,
-    settings_table,
-)
+from vitrail.cli.model_options import ModelSpec
+from vitrail.cli.option_groups import RunOptions, with_option_groups
+from vitrail.cli.options import Data, ImageSize, Json, parse_size
+from vitrail.cli.settings import print_settings
+from vitrail.cli.train import command_line, print_result, settings_table
+from vitrail.config import override
+from vitrail.errors import NotFoundError, did_you_mean
+from vitrail.recipes.finetune import FINETUNE_RECIPES
 from vitrail.runtime import is_main_process
 
 
+@with_option_groups
 def finetune(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, such as optim.lr=1e-4.")
@@ -40,52 +38,41 @@ def finetune(
         ),
     ] = "all",
     image_size: ImageSize = None,
-    out: Out = None,
-    resume: Resume = False,
-    auto_resume: AutoResume = False,
-    device: Device = None,
-    report: Report = True,
-    skip_bad: SkipBad = False,
+    run: RunOptions = RunOptions(),
     as_json: Json = False,
 ) -> None:
     """Fine-tune a pretrained model on your classes: vitrail finetune --model MODEL --data photos/"""
-    if (model is None or data is None) and not (resume and out is not None):
+    if run.settings:
+        if recipe not in FINETUNE_RECIPES:
+            raise NotFoundError(f"no fine-tuning recipe is called {recipe!r}{did_you_mean(recipe, FINETUNE_RECIPES)}")
+        config = FINETUNE_RECIPES[recipe](model or "MODEL", data or "DATA", images=1000, device="cuda")
+        title = f"Settings of --recipe {recipe} for 1,000 images on a GPU; change any with KEY=VALUE.\n"
+        print_settings(override(config, overrides or []), title, as_json)
+        return
+    if (model is None or data is None) and not (run.resume and run.out is not None):
         raise typer.BadParameter("finetune needs --model and --data, or --resume with --out RUN")
-    overrides = [*(overrides or []), *(["data.skip_bad=true"] if skip_bad else [])]
-    trainable_part = int(trainable) if trainable.isdecimal() else trainable
+    overrides = [*(overrides or []), *replace(run, device=None).overrides]
+    options: dict[str, Any] = {
+        "recipe": recipe,
+        "trainable": int(trainable) if trainable.isdecimal() else trainable,
+        "image_size": parse_size(image_size),
+    }
+    where: dict[str, Any] = {"out": run.out, "auto_resume": run.auto_resume, "report": run.report}
+    where["command"] = command_line()
     with err.status("starting"):
-        from vitrail import api
-        from vitrail.api.training import finetune_config, finetune_folder
-    goes_on = resume or auto_resume
-    if auto_resume and not resume:
-        goes_on = finetune_folder(data or "", recipe, overrides, out, auto_resume=True).started
-    if goes_on:
-        done = api.finetune(
-            model or "",
-            data or "",
-            recipe=recipe,
-            trainable=trainable_part,
-            image_size=parse_size(image_size),
-            overrides=[*overrides, *([f"device={device}"] if device else [])],
-            out=out,
-            resume=resume,
-            auto_resume=auto_resume,
-            report=report,
-            command=command_line(),
-        )
-        print_result(done, as_json)
+        from vitrail.training.runs import finetune as finetune_model
+        from vitrail.training.runs import finetune_config, finetune_folder, train
+    continues = run.resume
+    if run.auto_resume and not run.resume:
+        continues = finetune_folder(data or "", recipe, overrides, run.out, auto_resume=True).started
+    if continues:
+        overrides += replace(run, skip_bad=False).overrides
+        result = finetune_model(model or "", data or "", overrides=overrides, resume=run.resume, **options, **where)
+        print_result(result, as_json)
         return
     assert model is not None
     assert data is not None
-    config = finetune_config(
-        model,
-        data,
-        recipe=recipe,
-        trainable=trainable_part,
-        image_size=parse_size(image_size),
-        overrides=overrides,
-        device=device or "auto",
-    )
+    config = finetune_config(model, data, overrides=overrides, device=run.device or "auto", **options)
     if is_main_process():
         err.print(settings_table(config))
-    print_result(api.train(config, out=out, auto_resume=auto_resume, report=report, command=command_line()), as_json)
+    print_result(train(config, **where), as_json)

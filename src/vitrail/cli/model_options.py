@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shlex
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vitrail.cli.console import err, print_note
+from vitrail.cli.option_groups import DeviceOptions, EngineOptions
 from vitrail.errors import ConfigError, ModelError
 from vitrail.runtime import suppress_note
 
 if TYPE_CHECKING:
-    from vitrail.api import Model
+    from vitrail.model import Model
     from vitrail.weights.shipped import ShippedModel
 
 ModelSpec = Annotated[
@@ -22,15 +24,7 @@ ModelSpec = Annotated[
 LabelFile = Annotated[
     str | None, typer.Option(metavar="FILE", help="Class names: a text file with one per line, JSON, or imagenet-1k.")
 ]
-ImageSize = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Image size in pixels: 384, or 288x192 (height x width).")
-]
-Channels = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Number of image channels: 1 (gray), 3 (RGB) or 4 (RGBA).")
-]
 BatchSize = Annotated[int, typer.Option(min=1, metavar="N", help="Images per batch.")]
-Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:1 or mps.")]
-Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, or bfloat16 for speed on a GPU.")]
 
 
 def open_model(
@@ -52,7 +46,7 @@ def open_model(
     for name in overrides.keys() & options.keys():
         raise ConfigError(f"--set {name}={overrides[name]}: pass --{name.replace('_', '-')} instead.")
     with err.status(f"loading {model or 'the model that ships with vitrail'}"):
-        from vitrail.api import load  # imports torch, so only after the arguments are checked
+        from vitrail.open_model import load  # imports torch, so only after the arguments are checked
         from vitrail.weights.class_names import ASSUMED_IMAGENET
         from vitrail.weights.locate import ModelLocation, locate
         from vitrail.weights.shipped import DEFAULT_MODEL
@@ -71,6 +65,23 @@ def open_model(
     return vit
 
 
+def open_with_engine(model: str | None, engine: EngineOptions, device: DeviceOptions, **options: Any) -> Model:
+    """The model of `--model`, a checkpoint or an exported file, run by `--engine`; `options` are `open_model`'s."""
+    engine.check(device)
+    name = engine.engine
+    placed = device if name in (None, "torch") else replace(device, device="cpu")
+    vit = open_model(model, require_network=False, **options, **placed.load_options)
+    if name is None:
+        return vit
+    from vitrail.engine_model import EngineModel
+    from vitrail.exporting.export_model import with_engine
+
+    if name == "torch" and not isinstance(vit, EngineModel):
+        return vit
+    with err.status("exporting and comparing (only the first time)" if name == "auto" else f"starting {name}"):
+        return with_engine(vit, name, device=device.device, calibrate=engine.calibrate)
+
+
 def _introduce(shipped: ShippedModel) -> None:
     """Say which model is used without `--model`, and which classes it has."""
     *labels, last = shipped.info.labels or ("nothing",)
@@ -85,7 +96,7 @@ def _check_classes(vit: Model, model: str) -> None:
     try:
         vit.check_classes()
     except ModelError:
-        from vitrail.export.export_options import is_exported
+        from vitrail.engines.exported_files import is_exported
 
         if is_exported(model):
             raise ModelError(f"{model} has no classes: it outputs features; use vitrail embed.") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import json
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +13,9 @@ from rich.text import Text
 
 from vitrail.cli.console import err, out, print_plain
 from vitrail.cli.options import Json
-from vitrail.errors import NotFoundError
+from vitrail.cli.settings import print_settings
+from vitrail.config.overrides import list_settings
+from vitrail.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from vitrail.config import BiTConfig, ViTConfig
@@ -36,12 +37,24 @@ def models(
             help="A name, part of a name, or a pattern such as 'ViT-*@384'; other libraries' names work too.",
         ),
     ] = None,
+    settings: Annotated[
+        bool, typer.Option("--settings", help="List the settings of one model with their descriptions.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """List the models: parameters, FLOPs, public weights, and what each family was verified against.
 
     The name of a single model also shows its settings and its names in other libraries.
     """
+    if settings:
+        matching = _matching(pattern)
+        if len(matching) > 1:
+            raise ConfigError(
+                f"--settings needs the name of one model, such as ViT-B/16; {len(matching)} models match."
+            )
+        title = f"Settings of {matching[0].name}; with --set KEY=VALUE they complete a checkpoint.\n"
+        print_settings(_config(matching[0]), title, as_json)
+        return
     with err.status("counting parameters"):
         from vitrail.models.families import FAMILIES
         from vitrail.weights.shipped import SHIPPED
@@ -147,15 +160,5 @@ def _detail(listed: Listed) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("also called", Text("\n".join(listed.aliases) or "-"))
-    table.add_row("settings", Text("  ".join(_settings(_config(listed).to_dict()))))
+    table.add_row("settings", Text("  ".join(f"{s.name}={s.value}" for s in list_settings(_config(listed)))))
     return table
-
-
-def _settings(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """`key=value` as in overrides, without spaces, so that lines break between settings."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _settings(value, f"{prefix}{name}.")
-        else:
-            text = str(value).lower() if isinstance(value, bool) or value is None else str(value).replace(" ", "")
-            yield f"{prefix}{name}={text}"

@@ -11,20 +11,11 @@ import typer
 from vitrail.config import parse_value
 from vitrail.errors import ConfigError
 
-Family = Annotated[
-    str | None,
-    typer.Option("--family", metavar="NAME", help="Model family of a file without metadata: DeiT, DINO, MAE, ..."),
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Formats = Annotated[
+    str, typer.Option("--format", metavar="NAMES", help="Comma-separated: png,jpg,svg,pdf, and npz for the data.")
 ]
-Section = Annotated[
-    str | None,
-    typer.Option("--section", metavar="NAME", help="Part of a training checkpoint to read, such as teacher."),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="A setting that is missing in the file, such as num_heads=4; repeatable."
-    ),
-]
+
 Data = Annotated[
     str | None,
     typer.Option(
@@ -33,9 +24,9 @@ Data = Annotated[
 ]
 Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Folder of the built-in datasets.")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip unreadable images instead of failing.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Formats = Annotated[
-    str, typer.Option("--format", metavar="NAMES", help="Comma-separated: png,jpg,svg,pdf, and npz for the data.")
+Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:1 or mps.")]
+ImageSize = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Image size in pixels: 384, or 288x192 (height x width).")
 ]
 
 HEIGHT_BY_WIDTH = re.compile(r"([1-9]\d*)x([1-9]\d*)")
@@ -71,3 +62,13 @@ def parse_list(text: str | None) -> tuple[str, ...] | None:
     if not words:
         raise ConfigError(f"got {text!r}, expected comma-separated names.")
     return words
+
+
+def parse_ints(text: str, option: str) -> tuple[int, ...]:
+    """ "9,10,11,12" -> (9, 10, 11, 12); "last" -> ()."""
+    if text == "last":
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} expects whole numbers such as 5 or 1,5,10, got {text!r}.") from None

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.console import one_line, print_error, print_note, progress_bar
-from vitrail.cli.engine import Calibrate, Engine, open_with_engine
-from vitrail.cli.model_options import BatchSize, Channels, Device, Dtype, ImageSize, LabelFile, ModelSpec
-from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
+from vitrail.cli.model_options import BatchSize, LabelFile, ModelSpec, open_with_engine
+from vitrail.cli.option_groups import CheckpointOptions, DeviceOptions, EngineOptions, InputOptions, with_option_groups
+from vitrail.cli.options import Json
 from vitrail.errors import ConfigError, NotFoundError, VitrailError
 from vitrail.runtime import escape_control
 
 if TYPE_CHECKING:
-    from vitrail.api import Model, Prediction
+    from vitrail.model import Model
+    from vitrail.predictions import Prediction
 
 MAX_LISTED_ERRORS = 10
 """Unreadable images listed one by one on standard error; further ones are only counted."""
@@ -47,21 +48,17 @@ Out = Annotated[
 ]
 
 
+@with_option_groups
 def predict(
     images: Images,
     model: ModelSpec = None,
     top: Annotated[int, typer.Option(min=1, metavar="N", help="Number of classes to show.")] = 5,
     labels: LabelFile = None,
-    image_size: ImageSize = None,
-    channels: Channels = None,
-    section: Section = None,
-    family: Family = None,
-    changes: Settings = None,
+    inputs: InputOptions = InputOptions(),
+    checkpoint: CheckpointOptions = CheckpointOptions(),
     batch_size: BatchSize = 32,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    engine: Engine = None,
-    calibrate: Calibrate = None,
+    device: DeviceOptions = DeviceOptions(),
+    engine: EngineOptions = EngineOptions(),
     out: Out = None,
     as_json: Json = False,
     logits: Annotated[bool, typer.Option("--logits", help="With --json: include the logits.")] = False,
@@ -72,12 +69,9 @@ def predict(
         raise ConfigError("--logits needs --json.")
     if out is not None:
         _check_destination(out)
-    own: dict[str, Any] = {"image_size": parse_size(image_size), "channels": channels, "labels": labels}
-    overrides = parse_settings(changes)
+    options = inputs.load_options | checkpoint.load_options  # checked before the images are searched
     paths, many = find_images(images)
-
-    own |= {"section": section, "family": family}
-    vit = open_with_engine(model, engine, calibrate=calibrate, overrides=overrides, device=device, dtype=dtype, **own)
+    vit = open_with_engine(model, engine, device, labels=labels, **options)
     rows = _Rows(vit, paths, batch_size, top, logits, bar=out is not None or not sys.stdout.isatty())
     top = min(top, vit.config.num_classes)
     text = _json(rows) if as_json else _csv(rows, top) if many or out is not None else _listing(rows)
@@ -232,7 +226,7 @@ def _check_destination(path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    from vitrail.weights.writers import write_text
+    from vitrail.storage.atomic_write import write_text
 
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text, overwrite=True)

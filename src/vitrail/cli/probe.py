@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
@@ -14,20 +14,28 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import err, print_plain, progress_bar
-from vitrail.cli.embed import Batch, Layer, Norm, Pool, feature_spec, parse_ints
-from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, ModelSpec, open_model
-from vitrail.cli.options import Data, Family, Json, Root, Section, Settings, SkipBad, parse_settings, parse_size
+from vitrail.cli.model_options import BatchSize, ModelSpec, open_model
+from vitrail.cli.option_groups import (
+    CheckpointOptions,
+    DataOptions,
+    DeviceOptions,
+    FeatureOptions,
+    InputOptions,
+    with_option_groups,
+)
+from vitrail.cli.options import Json, parse_ints
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vitrail.api.probing import ProbeResult, ProbeScore
+    from vitrail.evaluation.probing import ProbeResult, ProbeScore
 
 TITLES = {"fewshot": "few-shot", "knn": "k-NN", "logistic": "logistic"}
 
 
+@with_option_groups
 def probe(
     model: ModelSpec = None,
-    data: Data = None,
+    source: DataOptions = DataOptions(),
     features: Annotated[
         list[Path] | None,
         typer.Option(
@@ -58,63 +66,53 @@ def probe(
             "--c", metavar="C", help="Logistic regression: inverse regularization strength C. Default: searched."
         ),
     ] = None,
-    layer: Layer = "last",
-    pool: Pool = "pooled",
-    norm: Norm = True,
+    spec: FeatureOptions = FeatureOptions(),
     max_images: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Use at most this many images of each split.")
     ] = None,
-    image_size: ImageSize = None,
-    channels: Channels = None,
-    root: Root = None,
-    section: Section = None,
-    family: Family = None,
-    changes: Settings = None,
-    batch_size: Batch = 64,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    skip_bad: SkipBad = False,
+    inputs: InputOptions = InputOptions(),
+    checkpoint: CheckpointOptions = CheckpointOptions(),
+    batch_size: BatchSize = 64,
+    device: DeviceOptions = DeviceOptions(),
     as_json: Json = False,
 ) -> None:
     """Measure frozen features: fit simple classifiers to the training split and test them on the test split.
 
     vitrail probe --model MODEL --data cifar10 --method knn
     """
+    data = source.data
     if (data is None) == (not features):
         got = "neither" if data is None else "both"
         raise ConfigError(f"probe needs --data SPEC, or --features FILE that vitrail embed wrote; got {got}.")
     if vote not in ("weighted", "uniform"):
         raise ConfigError(f"--vote expects weighted or uniform, got {vote!r}.")
-    layers, overrides = parse_ints(layer, "--layer"), parse_settings(changes)
+    parse_ints(spec.layer, "--layer")  # a wrong option is an error before torch is loaded
+    options = inputs.load_options | checkpoint.load_options | device.load_options
     given = {
         name: None if text is None else parse_ints(text, option)
         for name, text, option in (("shots", shots, "--shots"), ("ks", k, "--k"))
     }
     with err.status("starting"):
-        from vitrail.api.probing import METHODS, ProbeSettings, probe_files
-        from vitrail.api.probing import probe as run
+        from vitrail.evaluation.probing import METHODS, ProbeSettings, probe_files
+        from vitrail.evaluation.probing import probe as run
     methods = METHODS if method == "all" else tuple(part.strip() for part in method.split(","))
     probe_settings = ProbeSettings(methods=methods, num_seeds=seeds, vote=vote, c=c, **given)  # type: ignore[arg-type]
     if features:
         from vitrail.runtime import pick_device
 
-        found = probe_files(features, settings=probe_settings, device=pick_device(device), progress=show_progress)
+        found = probe_files(
+            features, settings=probe_settings, device=pick_device(device.device), progress=show_progress
+        )
     else:
         from vitrail.config import DataConfig
 
-        own: dict[str, Any] = {
-            "image_size": parse_size(image_size),
-            "channels": channels,
-            "section": section,
-            "family": family,
-        }
-        vit = open_model(model, overrides=overrides, require_classes=False, device=device, dtype=dtype, **own)
-        config = DataConfig(source=str(data), root=root, skip_bad=skip_bad)
+        vit = open_model(model, require_classes=False, **options)
+        config = DataConfig(source=str(data), root=source.root, skip_bad=source.skip_bad)
         found = run(
             vit,
             config,
             settings=probe_settings,
-            spec=feature_spec(layers, pool, norm),
+            spec=spec.to_spec(),
             max_images=max_images,
             batch_size=batch_size,
             progress=show_progress,

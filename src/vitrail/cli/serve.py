@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.console import notes_to_stderr, one_line, print_note
-from vitrail.cli.engine import Calibrate, Engine
-from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, LabelFile, open_model
-from vitrail.cli.options import Family, Section, Settings, parse_settings, parse_size
-from vitrail.errors import ConfigError, did_you_mean
+from vitrail.cli.model_options import LabelFile, open_model
+from vitrail.cli.option_groups import CheckpointOptions, DeviceOptions, EngineOptions, InputOptions, with_option_groups
+from vitrail.errors import ConfigError
 from vitrail.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ LOOPBACK = ("127.", "::1", "localhost")
 ENGINES = ("torch", "onnxruntime", "openvino", "auto")
 
 
+@with_option_groups
 def serve(
     source: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="A name, a file, a folder or a hub id.", show_default=False)
@@ -38,8 +38,7 @@ def serve(
     workers: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of processes, each with its own copy of the model.")
     ] = 1,
-    engine: Engine = None,
-    calibrate: Calibrate = None,
+    engine: EngineOptions = EngineOptions(),
     token: Annotated[
         str | None,
         typer.Option(
@@ -68,39 +67,19 @@ def serve(
         ),
     ] = 4.0,
     labels: LabelFile = None,
-    image_size: ImageSize = None,
-    channels: Channels = None,
-    section: Section = None,
-    family: Family = None,
-    changes: Settings = None,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
+    inputs: InputOptions = InputOptions(),
+    checkpoint: CheckpointOptions = CheckpointOptions(),
+    device: DeviceOptions = DeviceOptions(),
 ) -> None:
     """Serve a model over HTTP: predictions, features, explanations, and the explorer page."""
     if source is not None and model is not None:
         raise ConfigError(f"got {source} and --model {model}, expected one of them.")
-    if engine is not None and engine not in ENGINES:
-        raise ConfigError(f"no engine {engine!r}{did_you_mean(engine, ENGINES)}")
-    if engine not in (None, "torch") and dtype != "float32":
-        raise ConfigError(f"--dtype {dtype} is supported by torch only; {engine} has its own precision.")
-    if calibrate is not None and engine != "auto":
-        raise ConfigError("--calibrate needs --engine auto; pass both or neither.")
+    engine.check(device)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: idle threads must not spin
-    options: dict[str, Any] = {
-        "image_size": parse_size(image_size),
-        "channels": channels,
-        "labels": labels,
-        "device": device,
-    }
-    options |= {
-        "overrides": parse_settings(changes),
-        "section": section,
-        "family": family,
-        "dtype": dtype,
-        "calibrate": calibrate,
-    }
+    options: dict[str, Any] = {"labels": labels, "calibrate": engine.calibrate}
+    options |= inputs.load_options | checkpoint.load_options | device.load_options
     server, supervisor = _import_server()
-    from vitrail.export.export_options import is_exported
+    from vitrail.engines.exported_files import is_exported
     from vitrail.serve.limits import Limits
     from vitrail.serve.security import read_token
 
@@ -118,7 +97,7 @@ def serve(
         print_note(
             f"everyone who can reach {host} can use this server; pass --token, or put an authenticating proxy in front."
         )
-    loader = partial(load_served_model, source or model, engine, cores, **options)
+    loader = partial(load_served_model, source or model, engine.engine, cores, **options)
     inside = not is_exported(source or model or "")
     started = partial(
         _print_started, server.url_of(sock), workers, inside, None if on_loopback else sock.getsockname()[1]
@@ -132,9 +111,10 @@ def load_served_model(
     """Load the model and its engine; runs in the process that serves them."""
     _log_to_stderr()
     notes_to_stderr()  # a worker is a separate process
-    from vitrail.api.exporting import calibration_images
-    from vitrail.export.engines import FileEngine, open_engine
-    from vitrail.export.export_options import is_exported
+    from vitrail.engines.engine import FileEngine
+    from vitrail.engines.exported_files import is_exported
+    from vitrail.exporting.autotune import open_engine
+    from vitrail.exporting.export_model import calibration_images
     from vitrail.serve.served_model import ServedModel
     from vitrail.weights.class_names import read_labels
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,30 +12,21 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import err, print_plain
-from vitrail.cli.options import Data, Json, SkipBad
-from vitrail.errors import ConfigError
+from vitrail.cli.option_groups import RunOptions, with_option_groups
+from vitrail.cli.options import Data, Json
+from vitrail.cli.settings import is_setting_name, print_settings
+from vitrail.config import TrainConfig, override
+from vitrail.errors import ConfigError, NotFoundError, did_you_mean
 from vitrail.runtime import is_main_process
 
 if TYPE_CHECKING:
-    from vitrail.api import Run
-    from vitrail.config import TrainConfig
+    from vitrail.training.runs import Run
 
 EXIT_STATUS = {"SIGHUP": 129, "SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "torchrun": 143}
 """Exit status of a run stopped by a signal, 128 + its number as in shells, or by the end of torchrun."""
 
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="The run folder; default: runs/NAME.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue a run from its last checkpoint.")]
-AutoResume = Annotated[
-    bool,
-    typer.Option(
-        "--auto-resume",
-        help="Start a new run, resume an unfinished one, or do nothing if it is finished. For automatic restarts.",
-    ),
-]
-Device = Annotated[str | None, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1 or mps.")]
-Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")]
 
-
+@with_option_groups
 def train(
     arguments: Annotated[
         list[str] | None,
@@ -46,12 +36,7 @@ def train(
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="Another network, such as ViT-S/4.")
     ] = None,
-    out_folder: Out = None,
-    resume: Resume = False,
-    auto_resume: AutoResume = False,
-    device: Device = None,
-    report: Report = True,
-    skip_bad: SkipBad = False,
+    run: RunOptions = RunOptions(),
     list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes with their results.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -63,23 +48,26 @@ def train(
         _list_recipes()
         return
     recipe, overrides = _split_arguments(arguments or [])
-    if device is not None:
-        overrides.append(f"device={device}")
-    if skip_bad:
-        overrides.append("data.skip_bad=true")
+    if run.settings:
+        name = recipe or "digits"
+        print_settings(
+            recipe_config(name, overrides), f"Settings of the recipe {name}; change any with KEY=VALUE.\n", as_json
+        )
+        return
+    overrides += run.overrides
     if recipe is None and data is not None:
         recipe = _recipe_for(data)
     with err.status("starting"):
-        from vitrail import api
-    done = api.train(
+        from vitrail.training import runs
+    done = runs.train(
         recipe or "digits",
         overrides=overrides,
         data=data,
         model=model,
-        out=out_folder,
-        resume=resume,
-        auto_resume=auto_resume,
-        report=report,
+        out=run.out,
+        resume=run.resume,
+        auto_resume=run.auto_resume,
+        report=run.report,
         command=command_line(),
     )
     print_result(done, as_json)
@@ -149,9 +137,20 @@ def _result_table(done: Run) -> Table:
 def _split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Split into the name of a recipe, at most one, and settings."""
     names = [a for a in arguments if "=" not in a]
+    for name in names:
+        if is_setting_name(TrainConfig(init_from="MODEL"), name):
+            raise ConfigError(f"the setting {name} has no value; settings are written {name}=VALUE.")
     if len(names) > 1:
         raise ConfigError(f"got two recipes, {names[0]} and {names[1]}; settings are written KEY=VALUE.")
     return (names[0] if names else None), [a for a in arguments if "=" in a]
+
+
+def recipe_config(name: str, overrides: list[str]) -> TrainConfig:
+    from vitrail.recipes import RECIPES
+
+    if name not in RECIPES:
+        raise NotFoundError(f"no recipe is called {name!r}{did_you_mean(name, RECIPES)}")
+    return override(RECIPES[name](), overrides)
 
 
 def _recipe_for(data: str) -> str:

@@ -13,15 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import err, print_plain
-from vitrail.cli.embed import Batch
-from vitrail.cli.model_options import Device, ImageSize, ModelSpec
-from vitrail.cli.options import Json, parse_size
+from vitrail.cli.model_options import BatchSize, ModelSpec
+from vitrail.cli.options import Device, ImageSize, Json, parse_size
 from vitrail.cli.probe import show_progress
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vitrail.api.vtab import VtabResult
-    from vitrail.evaluate.intervals import Estimate
+    from vitrail.evaluation.intervals import Estimate
+    from vitrail.vtab import VtabResult
 
 
 def vtab(
@@ -41,7 +40,7 @@ def vtab(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for the fine-tuning runs.")] = Path(
         "runs/vtab"
     ),
-    batch_size: Batch = 64,
+    batch_size: BatchSize = 64,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -58,7 +57,7 @@ def vtab(
     except ValueError:
         raise ConfigError(f"--lr expects numbers such as 0.003,0.01, got {learning_rates!r}.") from None
     with err.status("starting"):
-        from vitrail.api.vtab import vtab as run
+        from vitrail.vtab import vtab as run
     found = run(
         model,
         root,

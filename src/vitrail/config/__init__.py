@@ -1,10 +1,11 @@
 """Settings: frozen dataclasses with a docstring under each field."""
 
 from vitrail.config.architecture import BiTConfig, StemConfig, ViTConfig
-from vitrail.config.base import Config, Pair, override, pair, parse_value
+from vitrail.config.base import Config, Pair, pair
 from vitrail.config.data import AugmentConfig, DataConfig
 from vitrail.config.duration import Duration, epochs, images, steps
 from vitrail.config.image import PreprocessConfig
+from vitrail.config.overrides import override, parse_value
 from vitrail.config.train import (
     ClassifyConfig,
     DistillConfig,

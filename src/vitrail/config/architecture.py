@@ -119,7 +119,7 @@ class ViTConfig(Config):
     pool_width: int | None = None
     """Width of CoCa's pool; None: `width`."""
     pool_heads: int | None = None
-    """Attention heads of CoCa's pool; None: `heads`."""
+    """Attention heads of CoCa's pool; None: `num_heads`."""
     pool_norm: Literal["before", "after", "none"] = "before"
     """Final norm before pooling (original) or after it (timm's fc_norm: MAE, DeiT-like gap models)."""
     pre_logits: int = 0
@@ -242,6 +242,13 @@ class ViTConfig(Config):
     def num_prefix_tokens(self) -> int:
         """Number of tokens before the patches: class, distillation, registers, in this order."""
         return self.class_token + self.distilled + self.num_registers
+
+    @property
+    def prefix_token_names(self) -> tuple[str, ...]:
+        """Names of the tokens before the patches, in order."""
+        names = ["class"] if self.class_token else []
+        names += ["distill"] if self.distilled else []
+        return (*names, *(f"register {i + 1}" for i in range(self.num_registers)))
 
     @property
     def head_width(self) -> int:

@@ -1,14 +1,12 @@
-"""Config: base class of all settings. Validation, JSON, dotted `key=value` overrides."""
+"""Config: base class of all settings. Validation and JSON."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 import math
-import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -84,20 +82,6 @@ def for_trainer(cls: type[C]) -> type[C]:
     return cls
 
 
-def override(config: Config, assignments: Iterable[str]) -> Any:
-    """Apply `key=value` strings by dotted path: `override(cfg, ["num_heads=4", "stem.width_factor=0.5"])`.
-
-    All are applied at once: settings that depend on each other may come in any order.
-    """
-    changes: list[tuple[list[str], Any, str]] = []
-    for assignment in assignments:
-        path, equals, text = assignment.partition("=")
-        if not equals:
-            raise ConfigError(f"got {assignment!r}, expected key=value, such as num_heads=4.")
-        changes.append((path.strip().split("."), parse_value(text.strip()), path.strip()))
-    return _apply_overrides(config, changes)
-
-
 def _field_types(cls: type) -> dict[str, Any]:
     resolved = get_type_hints(cls)
     return {f.name: resolved[f.name] for f in dataclasses.fields(cls)}
@@ -105,40 +89,6 @@ def _field_types(cls: type) -> dict[str, Any]:
 
 field_types: Callable[[type], dict[str, Any]] = cache(_field_types)
 """Field name -> resolved type."""
-
-
-def _apply_overrides(config: Config, changes: Iterable[tuple[list[str], Any, str]]) -> Config:
-    """Apply (path, value, path as written) changes."""
-    known = field_types(type(config))
-    values: dict[str, Any] = {}
-    inner: dict[str, list[tuple[list[str], Any, str]]] = {}
-    for (name, *rest), value, whole in changes:
-        if name not in known:
-            length = name in ("epochs", "steps") and "duration" in known
-            hint = f"; try duration='{value} {name}'." if length else did_you_mean(name, known)
-            raise ConfigError(f"no setting {whole!r}: {type(config).__name__} has no {name!r}{hint}")
-        part = getattr(config, name)
-        if not rest:
-            values[name] = value
-        elif isinstance(part, Config):
-            inner.setdefault(name, []).append((rest, value, whole))
-        else:
-            raise ConfigError(f"no setting {whole!r}: {name!r} is {part!r}, which has no parts.")
-    values |= {name: _apply_overrides(getattr(config, name), parts) for name, parts in inner.items()}
-    return dataclasses.replace(config, **values)
-
-
-def parse_value(text: str) -> Any:
-    """`true`, `none`, `4`, `(1, 2)`, `224x448` or a word."""
-    words = {"true": True, "false": False, "none": None, "null": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    if match := re.fullmatch(r"(\d+)x(\d+)", text):
-        return int(match[1]), int(match[2])
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def _coerce_field(cls: type, name: str, kind: Any, value: Any) -> Any:

@@ -86,6 +86,7 @@ class OptimConfig(Config):
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
     eps: float = 1e-8
+    """AdamW's term in the denominator, for numerical stability."""
     momentum: float | None = None
     """None: 0.9 for SGD, 0.95 for Muon."""
     nesterov: bool | None = None
@@ -149,16 +150,17 @@ class TrainConfig(Config):
     seed: int = 0
     """Seed of all random numbers: initialization, order, augmentation, masks, dropout."""
     model: ViTConfig | BiTConfig | None = None
-    """The network; with `start`, None for the checkpoint's own. num_classes=0 takes the data's."""
+    """The network; with `init_from`, None for the checkpoint's own. num_classes=0 takes the data's."""
     init_from: str | None = None
     """Pretrained model to start from: anything that `vitrail.load` loads."""
     image_size: int | tuple[int, int] | None = None
-    """With `start`: another image size; positions are resampled."""
+    """With `init_from`: another image size; positions are resampled."""
     preprocess: PreprocessConfig | None = None
     """How images are prepared for evaluation; None: the checkpoint's way or the family's usual one."""
     data: DataConfig = DataConfig()
     augment: AugmentConfig = AugmentConfig()
     objective: Literal["classify", "masked-patch", "distill"] = "classify"
+    """What is trained; the section of the same name has its settings."""
     classify: ClassifyConfig = ClassifyConfig()
     masked_patch: MaskedPatchConfig = MaskedPatchConfig()
     distill: DistillConfig = DistillConfig()
@@ -166,6 +168,7 @@ class TrainConfig(Config):
     schedule: ScheduleConfig = ScheduleConfig()
 
     duration: Duration = epochs(10)
+    """Length of the run, in epochs, steps or images."""
     batch_size: int | Literal["auto"] = 256
     """Images per step, over all devices; auto: the largest power of two that fits in memory."""
     grad_accum_steps: int = 1
@@ -183,13 +186,16 @@ class TrainConfig(Config):
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     """Under torchrun: ddp (a replica on each device) or fsdp (sharded). auto: ddp."""
     device: str = "auto"
+    """auto (a GPU if there is one), cpu, cuda, cuda:1 or mps."""
     deterministic: bool = False
     """Use only deterministic GPU kernels. CPU runs are always deterministic."""
 
     log_every: Duration = steps(10)
+    """Interval between lines of metrics.jsonl."""
     evaluate_every: Duration | None = epochs(1)
-    """None: only at the end."""
+    """Interval between evaluations on the validation images; none: only at the end."""
     checkpoint_every: Duration = epochs(1)
+    """Interval between checkpoints, from which a run resumes."""
     snapshot_every: Duration | None = None
     """Interval of saving a copy of the weights that `vitrail.load` loads, the initial and final ones included."""
     keep: Literal["auto", "best", "last"] = "auto"
@@ -200,6 +206,7 @@ class TrainConfig(Config):
     on_nan: Literal["stop", "skip"] = "stop"
     """When the loss is not finite: stop the run, or skip the step."""
     tensorboard: bool = False
+    """Also write the metrics as TensorBoard events, in the run folder."""
     compare: tuple[str, ...] = ()
     """Overrides such as `model.position=none`; each is trained as a second run, and compared in the report."""
 

@@ -8,7 +8,7 @@ Three layers; the first two do not know each other, and the loader joins them:
               of the seed and the position. It never touches an image, and it has no state to save.
               sampler.py: `Sampler`; loader.py: `BatchSampler`, the part of each step that one process loads.
     Loader    How images become batches. An iterator of `Batch`: uint8 images, targets and weights on the device.
-              loader.py: `training_batches` and `evaluation_batches` choose one of
+              batches.py: `training_batches` and `evaluation_batches` choose one of
                   ResidentLoader   the dataset is decoded once and stays on the device (resident.py)
                   WorkerLoader     workers decode and prefetch (worker_pool.py, transforms.py, transfer.py)
                   StreamLoader     a `stream:` source, which has no indices and so no sampler (stream_loader.py)

@@ -36,16 +36,13 @@ from vitrail.data.sources.base import Sample
 from vitrail.data.worker_pool import RowErrorList
 from vitrail.errors import ImageError, VitrailError
 from vitrail.rng import Seeds
+from vitrail.runtime import private_torch
 
 # H W C: an image's rows, columns, channels
 
 Shape = tuple[int, int, int]
 RowErrors = dict[int, str]
 """Row of a batch -> why its image could not be read."""
-RESIZE_OPS = {
-    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
-    "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
-}
 SLOW_FETCH_S = 0.005
 """If fetching takes longer than this per image, images are fetched by several threads."""
 FETCH_THREADS = 16
@@ -123,7 +120,7 @@ def resize(part: Pixels, out: Pixels, interpolation: Literal["bilinear", "bicubi
         return
     part = np.ascontiguousarray(part) if part.flags.writeable else part.copy()  # torch warns about read-only arrays
     source, target = (torch.from_numpy(x).permute(2, 0, 1)[None] for x in (part, out))
-    RESIZE_OPS[interpolation](source, out.shape[:2], False, None, None, out=target)
+    private_torch.resize_uint8(source, out.shape[:2], interpolation, target)
 
 
 class EvalTransform:

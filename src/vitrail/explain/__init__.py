@@ -1,5 +1,7 @@
 """Explanations: model + image -> arrays. figures.py draws them.
 
+explanation.py    all explanations of one image: `Model.explain`
+steps.py          the same as a generator: one forward pass for attention, logits and maps
 attention.py      attention of any layer, head and query token, one layer at a time
 rollout.py        attention rollout
 gradient.py       gradient-weighted attention rollout for a class

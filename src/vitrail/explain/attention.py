@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vitrail.config import ViTConfig
 from vitrail.errors import ModelError
 from vitrail.models import BiT, Net, ViT
 from vitrail.models.base import eval_mode
@@ -22,6 +21,20 @@ from vitrail.models.base import eval_mode
 
 Query = str | tuple[int, int]
 """A query token: "class", "distill", "register 2", a patch (row, column) from 1, or "read": the pooled tokens."""
+MAX_KEPT_BYTES = 256 * 2**20
+"""Attention of all layers that is kept in memory at once; above it, blocks are computed again instead."""
+
+
+@dataclass
+class BlockRecord:
+    """One block of a forward pass, kept for a backward pass through this block alone."""
+
+    input: Tensor
+    """B T D, before positions are added in this block; a leaf that requires gradients."""
+    output: Tensor | None
+    """B T D, with its graph; None if the block has to be computed again for the backward pass."""
+    attention: Tensor | None
+    """B H T T, in the graph of `output`."""
 
 
 class AttentionIterator:
@@ -34,32 +47,47 @@ class AttentionIterator:
 
     logits: Tensor
     """B classes; B D where the network has no head."""
+    last_tokens: Tensor
+    """B T D: output of the last block."""
     tokens: Tensor
-    """B T D: output of the last block, after the final norm if that comes before pooling."""
+    """The same, after the final norm if that comes before pooling."""
     pool_attention: Tensor | None = None
     """B H N: attention weights of the attention pool, if there is one."""
 
-    def __init__(self, net: Net, images: Tensor, layers: Collection[int] | None = None) -> None:
-        """`layers` counts from 0; None: all of them."""
+    def __init__(
+        self, net: Net, images: Tensor, layers: Collection[int] | None = None, *, record_blocks: bool = False
+    ) -> None:
+        """`layers` counts from 0; None: all of them. `record_blocks`: fill `block_records`, in order."""
         self.net, self.images = require_attention(net), images
         self.layers = range(len(self.net.blocks)) if layers is None else layers
         self.grid = self.net.config.grid_of((images.shape[2], images.shape[3]))
+        self.record_blocks = record_blocks
+        self.block_records: list[BlockRecord] = []
 
     def __iter__(self) -> Iterator[Tensor]:
         net = self.net
         with eval_mode(net), torch.no_grad():
             x, grid = net.embed(self.images)
+        keep_graph = self.record_blocks and attention_bytes(net, x) <= MAX_KEPT_BYTES
         state: Any = None
         for i, block in enumerate(net.blocks):
             attention: list[Tensor] = []
-            with eval_mode(net), torch.no_grad():  # not around the yield: the caller's code runs there
-                x, state = net.apply_position(i, x, grid, state)
-                x = block(x, state, attention if i in self.layers else None)
-            if attention:
-                yield full_precision(attention.pop())
+            with (
+                eval_mode(net),
+                torch.set_grad_enabled(keep_graph),
+            ):  # not around the yield: the caller's code runs there
+                block_input = x.detach().requires_grad_() if self.record_blocks else x
+                x, state = net.apply_position(i, block_input, grid, state)
+                x = block(x, state, attention if keep_graph or i in self.layers else None)
+            if self.record_blocks:
+                graph = (x, attention[0]) if keep_graph else (None, None)
+                self.block_records.append(BlockRecord(block_input, *graph))
+                x = x.detach()
+            if i in self.layers:
+                yield full_precision(attention.pop().detach())
         with eval_mode(net), torch.no_grad():
             pooled: list[Tensor] = []
-            self.tokens = net.norm_before_pool(x)
+            self.last_tokens, self.tokens = x, net.norm_before_pool(x)
             self.logits = net.classify(*net.pool_tokens(self.tokens, pooled if net.pool is not None else None))
             self.pool_attention = full_precision(pooled[0])[:, :, 0] if pooled else None
 
@@ -68,6 +96,12 @@ class AttentionIterator:
         for _ in self:
             pass
         return self
+
+
+def attention_bytes(net: ViT, tokens: Tensor) -> int:
+    """Memory of the attention weights of all layers for tokens B T D."""
+    batch, count = tokens.shape[:2]
+    return len(net.blocks) * batch * net.config.num_heads * count**2 * tokens.element_size()
 
 
 def full_precision(attention: Tensor) -> Tensor:
@@ -102,16 +136,9 @@ def head_index(net: ViT, head: int) -> int:
     return head - 1
 
 
-def special_token_names(config: ViTConfig) -> tuple[str, ...]:
-    """Names of the tokens before the patches, in order."""
-    names = ["class"] if config.class_token else []
-    names += ["distill"] if config.distilled else []
-    return (*names, *(f"register {i + 1}" for i in range(config.num_registers)))
-
-
 def token_index(net: ViT, query: Query, grid: tuple[int, int]) -> int:
     """Index of the query token among all tokens."""
-    names = special_token_names(net.config)
+    names = net.config.prefix_token_names
     if isinstance(query, str):
         if query not in names:
             have = f"it has {', '.join(names)} and patches" if names else "it has patches only"
@@ -174,6 +201,38 @@ def query_weights(net: Net, images: Tensor, query: Query = "read") -> Tensor:
     return weights
 
 
+class QueryAttention:
+    """Collects the attention rows of a query, layer by layer, from one forward pass.
+
+    The weights of an attention pool are known only at the end of the pass; until then the attention of all layers is
+    kept, or, if that takes too much memory, the weights come from a forward pass of their own.
+    """
+
+    def __init__(self, net: Net, images: Tensor, query: Query = "read") -> None:
+        self.net = require_attention(net)
+        self.grid = self.net.config.grid_of((images.shape[2], images.shape[3]))
+        num_tokens = self.net.config.num_prefix_tokens + self.grid[0] * self.grid[1]
+        pooled = query == "read" and self.net.pool is not None
+        keep = pooled and attention_bytes(self.net, images.new_empty(len(images), num_tokens, 0)) <= MAX_KEPT_BYTES
+        self.weights = None if keep else query_weights(net, images, query)
+        """B T; None until the pool's attention is known."""
+        self.layers: list[Tensor] = []
+
+    def add(self, attention: Tensor) -> None:
+        """Add the attention of the next layer, B H T T."""
+        self.layers.append(attention if self.weights is None else _query_rows(self.weights, attention))
+
+    def maps(self, pool_attention: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """L B H h w: attention to the patches, and L B H P: to the special tokens; both together sum to 1."""
+        rows = self.layers
+        if self.weights is None:
+            like = rows[0].new_empty(len(rows[0]), 0, dtype=torch.float32)
+            weights = readout_weights(self.net, like, self.grid[0] * self.grid[1], pool_attention)
+            rows = [_query_rows(weights, attention) for attention in rows]
+        stacked, special = torch.stack(rows), self.net.config.num_prefix_tokens  # L B H T
+        return stacked[..., special:].unflatten(-1, self.grid), stacked[..., :special]
+
+
 def _query_rows(weights: Tensor, attention: Tensor) -> Tensor:
     """B T and B H T T -> B H T: the attention rows of the query."""
     return torch.einsum("bt,bhtu->bhu", weights.to(attention), attention)
@@ -186,8 +245,9 @@ def attention_maps(
 
     Both together sum to 1. `layers` are 0-based indices; None: all layers.
     """
-    weights = query_weights(net, images, query)
+    collected = QueryAttention(net, images, query)
     walk = AttentionIterator(net, images, layers)
-    rows = torch.stack([*map(partial(_query_rows, weights), walk)])  # L B H T
-    special = walk.net.config.num_prefix_tokens
-    return rows[..., special:].unflatten(-1, walk.grid), rows[..., :special]
+    for attention in walk:
+        collected.add(attention)
+        del attention
+    return collected.maps(walk.pool_attention)

@@ -5,19 +5,17 @@ relevance R is accumulated over the residual connections:
 
     A' = mean over heads of max(dscore/dA * A, 0)        R <- R + A' R,   from the identity
 
-Only the head's row of R is needed, which can be computed from the last layer down. The backward pass therefore
-recomputes one block at a time from its input and holds the attention of one layer.
+Only the head's row of R is needed, which can be computed from the last layer down, one block at a time. Blocks whose
+attention would take too much memory are computed again from their inputs.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitrail.errors import ModelError
-from vitrail.explain.attention import readout_weights, require_attention
+from vitrail.explain.attention import AttentionIterator, BlockRecord, readout_weights, require_attention
 from vitrail.models import Net, ViT
 from vitrail.models.base import eval_mode
 
@@ -26,16 +24,22 @@ from vitrail.models.base import eval_mode
 
 def gradient_rollout(net: Net, images: Tensor, targets: Tensor) -> Tensor:
     """B C H W and B class indices -> B h w: relevance of each patch for its image's class, 0 or more."""
-    net = require_attention(net)
-    check_targets(net, targets, len(images))
-    grid, special = net.config.grid_of((images.shape[2], images.shape[3])), net.config.num_prefix_tokens
+    check_targets(require_attention(net), targets, len(images))
+    return relevance_map(AttentionIterator(net, images, layers=(), record_blocks=True).run(), targets)
+
+
+def relevance_map(walk: AttentionIterator, targets: Tensor) -> Tensor:
+    """B class indices -> B h w, by a backward pass through the recorded blocks of a finished forward pass.
+
+    The records are consumed.
+    """
+    net, special = walk.net, walk.net.config.num_prefix_tokens
     with eval_mode(net), torch.enable_grad():
-        entering = _block_inputs(net, images)  # depth + 1 times B T D
-        grad, row = _head_backward(net, entering.pop(), targets)
+        grad, row = _head_backward(net, walk.last_tokens, targets)
         for i in reversed(range(len(net.blocks))):
-            grad, relevance = _block_backward(net, i, entering.pop(), grid, grad)
+            grad, relevance = _block_backward(net, i, walk.block_records.pop(), walk.grid, grad)
             row = row + torch.einsum("bt,btu->bu", row, relevance)
-    return row[:, special:].unflatten(1, grid).float()
+    return row[:, special:].unflatten(1, walk.grid).float()
 
 
 def check_targets(net: Net, targets: Tensor, count: int) -> None:
@@ -45,19 +49,6 @@ def check_targets(net: Net, targets: Tensor, count: int) -> None:
         raise ModelError("this network has no classes, so no class score to explain; try rollout or attention.")
     if targets.shape != (count,) or bool(((targets < 0) | (targets >= classes)).any()):
         raise ModelError(f"expected {count} class indices from 0 to {classes - 1}, one for each image.")
-
-
-@torch.no_grad()
-def _block_inputs(net: ViT, images: Tensor) -> list[Tensor]:
-    """Input of each block, before positions are added there, and output of the last block."""
-    x, grid = net.embed(images)
-    place: Any = None
-    found = []
-    for i, block in enumerate(net.blocks):
-        found.append(x)
-        x, place = net.apply_position(i, x, grid, place)
-        x = block(x, place)
-    return [*found, x]
 
 
 def _head_backward(net: ViT, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,16 +65,20 @@ def _head_backward(net: ViT, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     return grad, torch.nn.functional.pad(row, (x.shape[1] - row.shape[1], 0))
 
 
-def _block_backward(net: ViT, layer: int, x: Tensor, grid: tuple[int, int], grad: Tensor) -> tuple[Tensor, Tensor]:
+def _block_backward(
+    net: ViT, layer: int, record: BlockRecord, grid: tuple[int, int], grad: Tensor
+) -> tuple[Tensor, Tensor]:
     """Backward pass of one block: the gradient at its input, B T D, and its relevance, B T T."""
-    x = x.detach().requires_grad_()
-    kept: list[Tensor] = []
-    # Positions inside the attention are made for each layer anew: they are kept or cheap.
-    y, place = net.apply_position(layer, x, grid, None)
-    out = net.blocks[layer](y, place, kept)
-    # As one number: given a gradient to start from, torch would first import its machinery of symbolic shapes.
-    below, by_weight = torch.autograd.grad((out * grad).sum(), (x, kept[0]))
-    return below, _relevance(kept[0], by_weight)
+    output, attention = record.output, record.attention
+    if output is None or attention is None:
+        weights: list[Tensor] = []
+        # Positions inside the attention are computed for each layer again; they are cached or cheap.
+        x, state = net.apply_position(layer, record.input, grid, None)
+        output = net.blocks[layer](x, state, weights)
+        attention = weights[0]
+    # A scalar: with a gradient to start from, autograd would first import its machinery for symbolic shapes.
+    below, attention_grad = torch.autograd.grad((output * grad).sum(), (record.input, attention))
+    return below, _relevance(attention, attention_grad)
 
 
 def _relevance(attention: Tensor, grad: Tensor) -> Tensor:

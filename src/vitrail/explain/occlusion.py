@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -51,6 +55,48 @@ def occlusion(
     probability.
     """
     check_targets(net, targets, len(images))
+    maps = []
+    for image, target in zip(images, targets.tolist(), strict=True):
+        for step in occlusion_steps(
+            net, image, target, size=size, stride=stride, fill=fill, batch_size=batch_size, multi_label=multi_label
+        ):
+            last = step
+        maps.append(last.values)
+    return torch.stack(maps).float()
+
+
+@dataclass(frozen=True)
+class PartialOcclusion:
+    """An occlusion map of which some squares have been masked."""
+
+    values: Tensor
+    """h w, float64: mean drop over the squares so far; NaN where none covers the patch."""
+    known: Tensor
+    """h w: whether all squares that cover the patch are included."""
+    done: int
+    """Number of squares so far."""
+    total: int
+
+
+def occlusion_steps(
+    net: Net,
+    image: Tensor,
+    target: int,
+    *,
+    size: int | None = None,
+    stride: int = 1,
+    fill: Fill = "mean",
+    batch_size: int = 32,
+    step_s: float | None = None,
+    multi_label: bool = False,
+    probability: float | None = None,
+) -> Iterator[PartialOcclusion]:
+    """`occlusion` of one image C H W, in steps of at most `batch_size` squares; the last step has the complete map.
+
+    With `step_s`, the first step is one square and the number is adapted so that a step takes about this long.
+    `probability` is that of the class for the unmasked image, if it is known already.
+    """
+    images = image[None]
     grid = grid_of(net, images)
     images = covered_pixels(net, images)
     if size is None:
@@ -61,11 +107,25 @@ def occlusion(
             f"size={size}, stride={stride}: expected a square of 1 to {min(grid)} patches, at steps no larger than it."
         )
     masks = windows(grid, size, stride)
-    maps = []
-    for image, instead, target in zip(images, replacement_pixels(images, fill), targets.tolist(), strict=True):
-        places = (mask_patches(image, instead, mask[None].to(image.device))[0] for mask in masks)
-        whole, *left = class_probabilities(net, (image, *places), target, batch_size, multi_label=multi_label).double()
-        lost = whole - torch.stack(left)  # M
-        cover = masks.double()
-        maps.append((lost[:, None, None] * cover).sum(0) / cover.sum(0))
-    return torch.stack(maps).float()
+    replacement = replacement_pixels(images, fill)[0]
+    if probability is None:
+        probability = float(class_probabilities(net, images, target, multi_label=multi_label))
+    drops: list[Tensor] = []
+    done, count = 0, batch_size if step_s is None else 1
+    while done < len(masks):
+        start = time.perf_counter()
+        masked = mask_patches(images[0], replacement, masks[done : done + count].to(images.device))
+        after = class_probabilities(net, masked, target, count, multi_label=multi_label)
+        drops.append(probability - after.double())
+        done += len(masked)
+        if step_s is not None:
+            affordable = int(count * step_s / (time.perf_counter() - start))
+            count = min(max(affordable, 1), 2 * count, batch_size)
+        values = _mean_over_windows(masks[:done], torch.cat(drops))
+        yield PartialOcclusion(values, ~masks[done:].any(0), done, len(masks))
+
+
+def _mean_over_windows(masks: Tensor, drops: Tensor) -> Tensor:
+    """Masks M h w and drops M -> h w: mean over the squares that cover a patch; NaN if none does."""
+    cover = masks.double()
+    return (drops[:, None, None] * cover).sum(0) / cover.sum(0)

@@ -17,14 +17,14 @@ from vitrail.models import Net
 def rollout(layers: Iterable[Tensor]) -> Tensor:
     """Attention of each layer, B H T T, in order -> B T T; every row sums to 1."""
     joint = None
-    for step in map(_with_residual, layers):  # map keeps no reference to a layer while the next one is computed
+    for step in map(with_residual, layers):  # map keeps no reference to a layer while the next one is computed
         joint = step if joint is None else step @ joint
     if joint is None:
         raise ModelError("got the attention of no layer, expected that of one or more.")
     return joint
 
 
-def _with_residual(attention: Tensor) -> Tensor:
+def with_residual(attention: Tensor) -> Tensor:
     """B H T T -> B T T: mean over heads, plus identity for the residual connection, halved."""
     return (attention.mean(1) + torch.eye(attention.shape[-1]).to(attention)) / 2
 
@@ -38,11 +38,15 @@ def rollout_map(net: Net, images: Tensor, query: Query = "read") -> Tensor:
     contribution of the special tokens.
     """
     walk = AttentionIterator(net, images)
-    joint = rollout(walk)  # B T T
+    return map_of_rollout(walk, rollout(walk), query)
+
+
+def map_of_rollout(walk: AttentionIterator, joint: Tensor, query: Query = "read") -> Tensor:
+    """The rollout of a finished forward pass, B T T -> B h w: the row of the pooled tokens, or of one token."""
     special = walk.net.config.num_prefix_tokens
     if query == "read":
-        mixed = readout_weights(walk.net, joint, joint.shape[-1] - special, walk.pool_attention)
-        row = torch.einsum("bt,btu->bu", mixed, joint)
+        weights = readout_weights(walk.net, joint, joint.shape[-1] - special, walk.pool_attention)
+        row = torch.einsum("bt,btu->bu", weights, joint)
     else:
         row = joint[:, token_index(walk.net, query, walk.grid)]
     return row[:, special:].unflatten(1, walk.grid)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.runtime import private_torch
+
 
 def linear_gelu_tanh_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """tanh-GELU of x weight^T + bias."""
@@ -19,14 +21,14 @@ def linear_gelu_tanh_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same, fused; requires `can_fuse_linear_gelu`."""
-    fused: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], "tanh")
-    return fused
+    """The same, fused if this torch has the operator; requires `can_fuse_linear_gelu`."""
+    fused = private_torch.linear_gelu_tanh() or linear_gelu_tanh_reference
+    return fused(x, weight, bias)
 
 
 def can_fuse_linear_gelu(layer: nn.Module, x: Tensor) -> bool:
     """Whether the fused kernel applies: nn.Linear without hooks, float32 on a CPU, no gradients, tracing or modes."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or type(x) is not Tensor:
+    if type(x) is not Tensor or not private_torch.is_plain_eager():
         return False
     if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
         return False
@@ -35,14 +37,4 @@ def can_fuse_linear_gelu(layer: nn.Module, x: Tensor) -> bool:
         return False
     plain = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
     ours = type(weight) in (Tensor, nn.Parameter)  # not sharded, fake or wrapped
-    return plain and ours and _has_onednn() and not inside_transform()
-
-
-def inside_transform() -> bool:
-    """Inside a torch.func transform or a dispatch mode (FlopCounterMode), which do not support oneDNN's operators."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0
-
-
-def _has_onednn() -> bool:
-    enabled = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    return bool(enabled) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return plain and ours and private_torch.linear_gelu_tanh() is not None

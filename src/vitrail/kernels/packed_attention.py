@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vitrail.kernels.linear_gelu import inside_transform
+from vitrail.runtime import private_torch
 
 # B images, N tokens, H heads, K head dimension, D = H K
 
@@ -38,14 +38,14 @@ def packed_attention(qkv: Tensor, num_heads: int) -> Tensor:
 
 def can_pack_attention(qkv: Tensor) -> bool:
     """Whether `packed_attention` applies: few tokens, float32 or float64 on a CPU, gradients, no transform or mode."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or type(qkv) is not Tensor:
+    if type(qkv) is not Tensor or not private_torch.is_plain_eager():
         return False
     if not (torch.is_grad_enabled() and qkv.requires_grad) or torch.is_autocast_enabled("cpu"):
         return False
     plain = qkv.device.type == "cpu" and qkv.dtype in (torch.float32, torch.float64)
     # `sdpa_kernel` disables flash, on a CPU too, to select another kernel: double backward needs that.
     flash = torch.backends.cuda.flash_sdp_enabled()
-    return plain and flash and 0 < qkv.shape[1] <= MAX_TOKENS and qkv.numel() > 0 and not inside_transform()
+    return plain and flash and 0 < qkv.shape[1] <= MAX_TOKENS and qkv.numel() > 0
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -72,7 +72,7 @@ class _PackedAttention(torch.autograd.Function):
         images, tokens, width = grad.shape
         grad = grad.reshape(images, tokens, ctx.num_heads, -1).transpose(1, 2).reshape(v.shape)  # BH N K
         torch.bmm(weights.mT, grad, out=grad_packed[2])
-        grad_logits = torch._softmax_backward_data(torch.bmm(grad, v.mT), weights, -1, weights.dtype)
+        grad_logits = private_torch.softmax_backward(torch.bmm(grad, v.mT), weights)
         grad_logits.mul_(q.shape[-1] ** -0.5)
         torch.bmm(grad_logits, k, out=grad_packed[0])
         torch.bmm(grad_logits.mT, q, out=grad_packed[1])

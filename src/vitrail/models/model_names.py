@@ -9,37 +9,14 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
+from vitrail.config.sizes import DINOV2_G, SIGLIP2_G, SIZES
 from vitrail.errors import NotFoundError, did_you_mean
 from vitrail.models.families import FAMILIES
 from vitrail.models.published_models import PUBLISHED_MODELS, PublishedModel
 
-
-class Size(NamedTuple):
-    width: int
-    depth: int
-    num_heads: int
-    mlp_dim: int
-
-
-# fmt: off
-SIZES = {
-    #              width depth heads   mlp
-    "Ti": Size(     192,   12,    3,   768),
-    "S": Size(      384,   12,    6,  1536),
-    "B": Size(      768,   12,   12,  3072),
-    "L": Size(     1024,   24,   16,  4096),
-    "SO400M": Size(1152,   27,   16,  4304),
-    "H": Size(     1280,   32,   16,  5120),
-    "g": Size(     1408,   40,   16,  6144),
-    "G": Size(     1664,   48,   16,  8192),
-}
-# fmt: on
-DINOV2_G = Size(1536, 40, 24, 4096)
-"""DINOv2's g, which uses SwiGLU."""
-SIGLIP2_G = Size(1536, 40, 16, 6144)
 _PUBLISHED = {(size.width, size.mlp_dim): size.num_heads for size in (SIGLIP2_G, DINOV2_G, *SIZES.values())}
 
 

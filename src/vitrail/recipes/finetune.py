@@ -103,3 +103,7 @@ def _power_of_two(value: float, high: int) -> int:
 
 def _clamp(value: float, low: int, high: int) -> int:
     return round(min(max(value, low), high))
+
+
+FINETUNE_RECIPES = {"finetune": finetune, "paper": finetune_paper}
+"""Recipes of `vitrail finetune --recipe NAME`."""

@@ -14,11 +14,11 @@ from vitrail.config import (
     PreprocessConfig,
     ScheduleConfig,
     TrainConfig,
-    ViTConfig,
     epochs,
     steps,
 )
 from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
+from vitrail.config.sizes import SIZES, vit
 
 SHARDS = "shards:imagenet1k-train-{0000..1023}.tar"
 SHARDS_21K = "shards:imagenet21k-train-{0000..2047}.tar"
@@ -34,16 +34,8 @@ def imagenet1k_s16() -> TrainConfig:
     """
     return TrainConfig(
         name="imagenet1k-s16",
-        model=ViTConfig(
-            num_classes=0,
-            width=384,
-            depth=12,
-            num_heads=6,
-            mlp_dim=1536,
-            class_token=False,
-            pool="gap",
-            pre_logits=384,
-            position="sincos-2d",
+        model=vit(
+            "S/16", num_classes=0, class_token=False, pool="gap", pre_logits=SIZES["S"].width, position="sincos-2d"
         ),
         preprocess=PreprocessConfig(resize="short", resize_to=256, interpolation="area", crop_rounding="floor"),
         data=DataConfig(source=SHARDS, held_out=0.01),
@@ -67,7 +59,7 @@ def imagenet21k_b16() -> TrainConfig:
     """
     return TrainConfig(
         name="imagenet21k-b16",
-        model=ViTConfig(num_classes=0, dropout=0.1, pre_logits=768, head_bias_init=-10.0),
+        model=vit("B/16", num_classes=0, dropout=0.1, pre_logits=SIZES["B"].width, head_bias_init=-10.0),
         preprocess=PreprocessConfig(antialias=False),
         data=DataConfig(source=SHARDS_21K, held_out=0.001),
         augment=AugmentConfig(scale=(0.05, 1.0)),
@@ -89,16 +81,7 @@ def deit_s16() -> TrainConfig:
     """
     return TrainConfig(
         name="deit-s16",
-        model=ViTConfig(
-            num_classes=0,
-            width=384,
-            depth=12,
-            num_heads=6,
-            mlp_dim=1536,
-            activation="gelu",
-            resample="huggingface",
-            drop_path=0.1,
-        ),
+        model=vit("S/16", num_classes=0, activation="gelu", resample="huggingface", drop_path=0.1),
         preprocess=PreprocessConfig(
             resize="short", resize_to=256, interpolation="bicubic", mean=IMAGENET_MEAN, std=IMAGENET_STD
         ),
@@ -130,7 +113,7 @@ def masked_patch() -> TrainConfig:
     2 points above training from scratch (reported by the authors; not run here)."""
     return TrainConfig(
         name="masked-patch",
-        model=ViTConfig(num_classes=0),
+        model=vit("B/16", num_classes=0),
         preprocess=PreprocessConfig(resize="short", resize_to=256),
         data=DataConfig(source=SHARDS, held_out=0.01),
         augment=AugmentConfig(scale=(0.05, 1.0)),

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from vitrail.explain.label_text import unique_abbreviations
 from vitrail.report.markup import Markup, join, tag
-from vitrail.report.run_record import Curve
+from vitrail.runs.run_record import Curve
 
 Values = npt.NDArray[np.float64]
 

@@ -18,13 +18,13 @@ from matplotlib.ticker import MaxNLocator
 
 from vitrail.data.csv_escape import csv_line
 from vitrail.errors import ConfigError, did_you_mean
-from vitrail.evaluate.intervals import Estimate
-from vitrail.evaluate.per_class import confused_pairs, partial_confusion
-from vitrail.evaluate.scores import wilson_interval
-from vitrail.evaluate.summary import Evaluation, SizeResult
+from vitrail.evaluation.intervals import Estimate
+from vitrail.evaluation.per_class import confused_pairs, partial_confusion
+from vitrail.evaluation.scores import wilson_interval
+from vitrail.evaluation.summary import Evaluation, SizeResult
 from vitrail.explain.canvas import COLORS, FAINT, INK, QUIET, Arrays, new_figure, save, save_arrays, set_title
 from vitrail.explain.label_text import truncate, unique_abbreviations
-from vitrail.weights.writers import write_json, write_text
+from vitrail.storage.atomic_write import write_json, write_text
 
 FORMATS = ("png", "svg", "npz")
 MAX_MATRIX_CLASSES = 25

@@ -12,7 +12,7 @@ import torch
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.base import Source
-from vitrail.evaluate.scores import Scores
+from vitrail.evaluation.scores import Scores
 from vitrail.explain.overlays import tile_images
 from vitrail.models import Net
 from vitrail.report import model_sections, score_sections
@@ -31,9 +31,9 @@ from vitrail.report.formatting import (
 from vitrail.report.markup import Markup, join, tag
 from vitrail.report.png_figures import draw_charts, draw_confusion, save_image
 from vitrail.report.report_data import ReportData
-from vitrail.report.run_record import RunRecord, describe_difference, read_run
+from vitrail.runs.run_record import RunRecord, describe_difference, read_run
+from vitrail.storage.atomic_write import write_text
 from vitrail.weights.model_info import strip_local_folders
-from vitrail.weights.writers import write_text
 
 MAX_LISTED_UNREADABLE = 200
 """Maximum number of unreadable images that are listed."""

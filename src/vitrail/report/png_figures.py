@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitrail.evaluate.scores import Scores
+from vitrail.evaluation.scores import Scores
 from vitrail.explain.canvas import COLORS, DASHES, FAINT, INK, new_figure, save
 from vitrail.explain.overlays import Pixels, upscale
 from vitrail.report.charts import Chart, downsample

@@ -12,12 +12,12 @@ import numpy.typing as npt
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.base import Source
 from vitrail.errors import VitrailError
-from vitrail.evaluate.per_class import confused_pairs as pairs_of
-from vitrail.evaluate.scores import SampleResults, Scores, wilson_interval
+from vitrail.evaluation.per_class import confused_pairs as pairs_of
+from vitrail.evaluation.scores import SampleResults, Scores, wilson_interval
 from vitrail.explain.label_text import unique_abbreviations
 from vitrail.explain.overlays import Pixels, as_rgb
 from vitrail.models import Net
-from vitrail.report.run_record import RunRecord
+from vitrail.runs.run_record import RunRecord
 
 # N images, K classes
 

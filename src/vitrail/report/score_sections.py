@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from vitrail.evaluate.scores import Scores
+from vitrail.evaluation.scores import Scores
 from vitrail.report.charts import ticks
 from vitrail.report.formatting import format_interval, format_number, format_percent, format_tick_percent, pluralize
 from vitrail.report.markup import Markup, join, tag

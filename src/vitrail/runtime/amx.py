@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from vitrail.errors import ConfigError
-from vitrail.runtime import warn_once
+from vitrail.runtime.notes import warn_once
 
 ISA_VARIABLE, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"
 """The environment variable that limits oneDNN's instruction sets, and its highest value without AMX."""

@@ -10,7 +10,7 @@ from rich.segment import Segment
 from rich.status import Status
 from rich.text import Text
 
-from vitrail.runtime import escape_control
+from vitrail.runtime.notes import escape_control
 
 
 class SafeConsole(Console):

@@ -26,7 +26,7 @@ from vitrail.serve.limits import BatchingConfig, Limits
 from vitrail.serve.prometheus_metrics import Metrics
 from vitrail.serve.quota import Lease, Quota, client_key
 from vitrail.serve.request_parsing import RequestBody, discard_body, read_body, read_deadline
-from vitrail.serve.responses import describe_model, top_predictions
+from vitrail.serve.responses import describe_model, top_classes
 from vitrail.serve.security import SecurityMiddleware
 from vitrail.serve.served_model import Floats, ServedModel
 from vitrail.serve.streaming import LatestValue, accepts_ndjson, stream_ndjson
@@ -180,7 +180,7 @@ class Service:
         if not self.served.classifies:
             raise RequestError(400, "no_classes", "this model has no classes, only features; try /v1/embed.")
         rows = await self._run_engine(body, parameters, "logits", deadline, disconnected)
-        results = [{"predictions": top_predictions(self.served.info, row, parameters.top)} for row in rows]
+        results = [{"predictions": top_classes(self.served.info, row, parameters.top)} for row in rows]
         return {"model": self.served.name, "engine": self.served.engine.name, "results": results}
 
     async def _run_engine(

@@ -7,6 +7,7 @@ within milliseconds from a process that has everything imported.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import resource
@@ -21,7 +22,7 @@ import torch
 
 from vitrail.config import PreprocessConfig
 from vitrail.data.preprocess import Preprocess
-from vitrail.serve.fork_server import fork_server
+from vitrail.serve.fork_server import ForkServer
 from vitrail.serve.http_errors import RequestError
 from vitrail.serve.image_decoder import ImageDecoder, limit_pillow_pixels
 from vitrail.serve.limits import Limits
@@ -39,6 +40,10 @@ BASE_MEMORY_BYTES, MEMORY_BYTES_PER_PIXEL = 2**29, 32
 expensive format needs. A malicious file can make a decoder allocate any amount."""
 
 log = logging.getLogger("vitrail.serve")
+
+fork_server = ForkServer(__name__, "run_decoder")
+"""The instance shared by this process."""
+atexit.register(fork_server.close)
 
 
 class DecodeProcess:

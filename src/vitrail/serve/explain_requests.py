@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,23 +15,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
-from torch import Tensor
 
-from vitrail.api import Model
-from vitrail.api.explanation import METHODS, class_index
-from vitrail.explain.attention import AttentionIterator
 from vitrail.explain.distance import mean_distances, patch_distances, uniform_distance
-from vitrail.explain.gradient import check_targets
-from vitrail.explain.masking import Fill, class_probabilities, covered_pixels, mask_patches, replacement_pixels
-from vitrail.explain.occlusion import grid_of, windows
+from vitrail.explain.masking import Fill
 from vitrail.explain.overlays import as_rgb, upscale
 from vitrail.explain.positions import SIMILARITY_MEANING, position_similarity
-from vitrail.models import Net, ViT
-from vitrail.models.base import eval_mode
+from vitrail.explain.steps import ForwardResult, LayerAttention, explain_steps
+from vitrail.inference import network_input
+from vitrail.model import Model
+from vitrail.models import ViT
+from vitrail.predictions import class_index, top_predictions
 from vitrail.serve.http_errors import RequestError
 from vitrail.serve.image_decoder import ImageDecoder
-from vitrail.serve.responses import top_predictions
-from vitrail.serve.served_model import ServedModel, model_input
+from vitrail.serve.responses import prediction_json
+from vitrail.serve.served_model import ServedModel
 
 # L layers, H heads, T tokens (prefix tokens first), h rows and w columns of patches, N = h w
 
@@ -41,8 +37,8 @@ MAX_DEFAULT_ATTENTION = 4_000_000
 """Maximum number of attention weights, over all layers, for which all layers are sent by default."""
 MAX_ATTENTION = 32_000_000
 """Maximum number of attention weights in a response."""
-OCCLUSION_WINDOW, MAX_OCCLUSION_BATCH = 2, 32
-"""Occlusion: side of the hidden square in patches, and maximum number of squares per batch."""
+MAX_OCCLUSION_BATCH = 32
+"""Maximum number of masked images per step of occlusion."""
 STEP_S = 0.15
 """Target duration of one step of occlusion."""
 MIN_IMAGE_SIDE = 256
@@ -91,36 +87,54 @@ class Explainer:
         if request.target is not None:
             if not self.served.classifies:
                 raise RequestError(400, "invalid_parameter", "this model has no classes, so target cannot be set.")
-            class_index(model, request.target)
+            class_index(model.info, request.target)
 
     def steps(self, pixels: npt.NDArray[Any], request: ExplainRequest) -> Generator[Any, None, dict[str, Any]]:
         """H W C -> the response; yields None, or {method: a partial map}."""
-        model = self.model
+        model, info = self.model, self.model.info
         visible = self.decoder.hide_patches(pixels, request.hide, request.fill) if request.hide else pixels
-        images = model_input(model, visible[None])
+        images = network_input(model.net, model.preprocess, visible[None])
+        methods = self.served.explain_methods[:1] if request.methods is None else request.methods
+        targets = None if request.target is None else torch.tensor([class_index(info, request.target)])
         layers = self._selected_layers(request)
         attention: dict[str, Any] = {"attention": [], "attention_distance": [], "uniform_attention_distance": None}
+        distances = None
         if isinstance(model.net, ViT):
-            logits = yield from _collect_attention(model.net, images, layers, attention)
-        else:
-            with torch.no_grad(), eval_mode(model.net):
-                logits = model.net(images)
-        yield
-        row = logits[0].float().cpu().numpy()
-        predictions = top_predictions(self.served.info, row, 5) if self.served.classifies else []
-        target = predictions[0] if predictions else None
-        if request.target is not None:
-            number = class_index(model, request.target)
-            target = next(p for p in top_predictions(self.served.info, row, len(row)) if p["index"] == number)
-        maps = {}
-        for method in self.served.explain_methods[:1] if request.methods is None else request.methods:
-            target_index = torch.tensor([target["index"] if target else 0], device=model.device)
-            if method == "occlusion":
-                relevance = yield from occlusion_steps(model.net, images, target_index, model.info.multi_label)
+            size = (images.shape[2], images.shape[3])
+            grid = model.net.config.grid_of(size)
+            distances = patch_distances(grid, size).to(images.device, torch.float32)
+            attention["uniform_attention_distance"] = uniform_distance(grid, size)
+        predictions, target, maps = [], None, {}
+        for step in explain_steps(
+            model.net,
+            images,
+            methods,
+            targets=None if targets is None else targets.to(images.device),
+            layers=None,
+            multi_label=info.multi_label,
+            max_batch_size=MAX_OCCLUSION_BATCH,
+            step_s=STEP_S,
+        ):
+            progress = None
+            if isinstance(step, LayerAttention):
+                assert distances is not None
+                by_head = mean_distances(step.weights, distances, model.info.config.num_prefix_tokens)[0]  # type: ignore[union-attr]
+                attention["attention_distance"].append([round(px, 3) for px in by_head.tolist()])
+                if step.layer in layers:
+                    weights = step.weights[0].float().cpu().numpy()
+                    attention["attention"].append(encode_attention(step.layer + 1, weights))
+            elif isinstance(step, ForwardResult):
+                if self.served.classifies:
+                    ranked = top_predictions(step.logits, info, info.config.num_classes)[0]
+                    predictions = [prediction_json(p) for p in ranked[:5]]
+                    target = next(prediction_json(p) for p in ranked if p.index == int(step.targets[0]))
+            elif step.known is None:
+                maps[step.method] = encode_map(step.values[0].float().cpu().numpy())
             else:
-                relevance = METHODS[method](model.net, images, target_index, model.info.multi_label)[0]
-            maps[method] = encode_map(relevance.float().cpu().numpy())
-            yield
+                partial = encode_partial_map(step.values[0].numpy(), step.known.numpy())
+                progress = {step.method: {**partial, "done": step.done, "total": step.total}}
+            del step
+            yield progress
         rows, columns = self.served.grid
         return {
             "grid": {"rows": rows, "columns": columns},
@@ -166,57 +180,6 @@ class Explainer:
             raise RequestError(
                 400, "too_many_layers", "the attention of these layers is too large; request fewer layers."
             )
-
-
-def _collect_attention(
-    net: ViT, images: Tensor, layers: Sequence[int], answer: dict[str, Any]
-) -> Generator[None, None, Tensor]:
-    """Run the network layer by layer, add attention and distances to `answer`, return the logits."""
-    walk = AttentionIterator(net, images)
-    size = (images.shape[2], images.shape[3])
-    distances = patch_distances(walk.grid, size).to(images.device, torch.float32)
-    for number, attention in enumerate(walk):
-        mean_distance = mean_distances(attention, distances, net.config.num_prefix_tokens)[0]
-        answer["attention_distance"].append([round(px, 3) for px in mean_distance.tolist()])
-        if number in layers:
-            answer["attention"].append(encode_attention(number + 1, attention[0].float().cpu().numpy()))
-        yield
-    answer["uniform_attention_distance"] = uniform_distance(walk.grid, size)
-    return walk.logits
-
-
-def occlusion_steps(
-    net: Net, images: Tensor, targets: Tensor, multi_label: bool
-) -> Generator[dict[str, Any], None, Tensor]:
-    """Occlusion map of one image, computed in steps: 1 C H W -> h w. Same result as the method in METHODS.
-
-    Yields the partial map after each step.
-    """
-    check_targets(net, targets, len(images))
-    grid, target = grid_of(net, images), int(targets[0])
-    images = covered_pixels(net, images)
-    size = min(OCCLUSION_WINDOW, *grid)
-    masks = windows(grid, size, size)
-    replacement = replacement_pixels(images, "mean")[0]
-    whole = class_probabilities(net, images, target, multi_label=multi_label).double()
-    drops: list[Tensor] = []
-    at, count = 0, 1
-    while at < len(masks):
-        start = time.perf_counter()
-        occluded = mask_patches(images[0], replacement, masks[at : at + count].to(images.device))
-        drops.append(whole - class_probabilities(net, occluded, target, multi_label=multi_label).double())
-        at += len(drops[-1])
-        count = min(max(int(count * STEP_S / (time.perf_counter() - start)), 1), 2 * count, MAX_OCCLUSION_BATCH)
-        known = ~masks[at:].any(0)  # all squares that cover the patch are done
-        values = _mean_over_windows(masks[:at], torch.cat(drops))
-        yield {"occlusion": {**encode_partial_map(values.numpy(), known.numpy()), "done": at, "total": len(masks)}}
-    return _mean_over_windows(masks, torch.cat(drops))
-
-
-def _mean_over_windows(masks: Tensor, drops: Tensor) -> Tensor:
-    """Masks M h w and values M -> h w: mean over the squares that cover a patch; NaN if none does."""
-    cover = masks.double()
-    return (drops[:, None, None] * cover).sum(0) / cover.sum(0)
 
 
 def encode_attention(layer: int, attention: Floats) -> dict[str, Any]:

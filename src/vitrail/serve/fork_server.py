@@ -1,4 +1,4 @@
-"""A process with everything imported that forks decode processes within milliseconds.
+"""A process with everything imported that forks worker processes within milliseconds.
 
 multiprocessing has a fork server too, but its children import the main module: a script that starts a service outside
 `if __name__ == "__main__"` would run again and fail to listen at the same address.
@@ -6,8 +6,8 @@ multiprocessing has a fork server too, but its children import the main module: 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import importlib
 import os
 import signal
 import socket
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_executable
 
-COMMAND = "import sys; sys.path[:] = sys.argv[2:]; from vitrail.serve.fork_server import main; main(int(sys.argv[1]))"
+COMMAND = "import sys; sys.path[:] = sys.argv[4:]; from vitrail.serve.fork_server import main; main(*sys.argv[1:4])"
 INT64 = struct.Struct("q")
 REPLY_TIMEOUT_S = 60
 """Timeout of a reply, including the imports at startup."""
@@ -33,13 +33,15 @@ class ForkServer:
     The process and all its children exit when this process does, even if that is killed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: str, function: str) -> None:
+        """The function of a module that each child runs with its pipe; the server imports the module."""
+        self.target = module, function
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def fork(self, pipe: Connection) -> int:
-        """Fork a process that decodes images from the pipe; returns its id. Raises OSError if that fails."""
+        """Fork a process that runs the function with the pipe; returns its id. Raises OSError if that fails."""
         with self._lock:
             for last in (False, True):
                 try:
@@ -80,7 +82,7 @@ class ForkServer:
     def _start(self) -> socket.socket:
         control, other = socket.socketpair()
         with other:
-            command = [get_executable(), "-c", COMMAND, str(other.fileno()), *sys.path]
+            command = [get_executable(), "-c", COMMAND, str(other.fileno()), *self.target, *sys.path]
             try:  # own process group: not interrupted by Ctrl-C
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], process_group=0
@@ -103,25 +105,19 @@ class ForkServer:
             process.wait()
 
 
-fork_server = ForkServer()
-"""The instance shared by this process."""
-atexit.register(fork_server.close)
-
-
-def main(descriptor: int) -> None:
+def main(descriptor: str, module: str, function: str) -> None:
     """Main function of the fork server process."""
     for sig in (signal.SIGINT, signal.SIGTERM):  # signals sent to the whole group: the service decides when to stop
         signal.signal(sig, signal.SIG_IGN)
-    from vitrail.serve.decode_process import run_decoder
-
+    work = getattr(importlib.import_module(module), function)
     children: set[int] = set()
-    with socket.socket(fileno=descriptor) as control, contextlib.suppress(OSError):
+    with socket.socket(fileno=int(descriptor)) as control, contextlib.suppress(OSError):
         while True:
             message, descriptors, *_ = socket.recv_fds(control, INT64.size, 1)
             if len(message) < INT64.size:
                 break
             if descriptors:
-                reply = _fork_child(control, descriptors[0], run_decoder)
+                reply = _fork_child(control, descriptors[0], work)
                 if reply > 0:
                     children.add(reply)
             else:

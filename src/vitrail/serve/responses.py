@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from vitrail import __version__
 from vitrail.models import ViT
+from vitrail.predictions import Prediction, top_predictions
 from vitrail.serve.limits import Limits
 from vitrail.serve.served_model import ServedModel
 from vitrail.weights.model_info import ModelInfo
@@ -16,24 +18,13 @@ from vitrail.weights.model_info import ModelInfo
 Row = npt.NDArray[np.floating[Any]]
 
 
-def top_predictions(info: ModelInfo, logits: Row, top: int) -> list[dict[str, Any]]:
+def top_classes(info: ModelInfo, logits: Row, top: int) -> list[dict[str, Any]]:
     """Logits of one image -> its `top` classes, best first. Scores sum to 1 unless the model is multi-label."""
-    scores = _probabilities(logits.astype(np.float64), info.multi_label)
-    top = min(top, len(scores))
-    best = np.argpartition(-scores, top - 1)[:top]
-    best = best[np.argsort(-scores[best], kind="stable")]
-    labels = info.labels
-    return [
-        {"label": labels[i] if labels is not None else f"class {i}", "index": int(i), "score": float(scores[i])}
-        for i in best
-    ]
+    return [prediction_json(p) for p in top_predictions(torch.from_numpy(logits)[None], info, top)[0]]
 
 
-def _probabilities(logits: Row, multi_label: bool) -> Row:
-    if multi_label:
-        return np.asarray(0.5 * (1 + np.tanh(logits / 2)))
-    exponentials = np.exp(logits - logits.max())
-    return np.asarray(exponentials / exponentials.sum())
+def prediction_json(prediction: Prediction) -> dict[str, Any]:
+    return {"label": prediction.label, "index": prediction.index, "score": prediction.score}
 
 
 def describe_model(served: ServedModel, limits: Limits) -> dict[str, Any]:

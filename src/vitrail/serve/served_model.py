@@ -8,15 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vitrail.api import Model
-from vitrail.api.explanation import METHODS, NEEDS_CLASSES
 from vitrail.config import ViTConfig, pair
 from vitrail.data.preprocess import Preprocess
-from vitrail.explain.attention import special_token_names
+from vitrail.engines.engine import Engine, FileEngine, TorchEngine
 from vitrail.explain.occlusion import GRID, grid_of
-from vitrail.export.engines import Engine, FileEngine, TorchEngine
-from vitrail.models import BiT, ViT
-from vitrail.models.base import eval_mode
+from vitrail.explain.steps import supported_methods
+from vitrail.inference import run_network
+from vitrail.model import Model
+from vitrail.models import ViT
 from vitrail.weights.archive import unmap_weights
 
 # B images, H W C pixels
@@ -77,15 +76,14 @@ class ServedModel:
     def prefix_tokens(self) -> tuple[str, ...]:
         if self.model is None:
             return self.engine.metadata.special_tokens if isinstance(self.engine, FileEngine) else ()
-        return special_token_names(self.model.net.config) if isinstance(self.model.net, ViT) else ()
+        return self.model.net.config.prefix_token_names if isinstance(self.model.net, ViT) else ()
 
     @property
     def explain_methods(self) -> tuple[str, ...]:
         """Supported explanation methods."""
         if self.model is None:
             return ()
-        able = (m for m in METHODS if m == "occlusion" or not isinstance(self.model.net, BiT))
-        return tuple(m for m in able if self.classifies or m not in NEEDS_CLASSES)
+        return supported_methods(self.model.net, self.classifies)
 
     @property
     def num_parameters(self) -> int | None:
@@ -105,19 +103,4 @@ class ServedModel:
         if want == "logits" or self.outputs_features:
             return self.engine.logits(pixels)
         assert self.model is not None
-        return features(self.model, pixels)
-
-
-@torch.no_grad()  # not inference_mode: cached position embeddings must be usable with gradients
-def features(model: Model, pixels: npt.NDArray[Any]) -> Floats:
-    """B H W C -> B D: the pooled features before the head."""
-    with eval_mode(model.net):
-        pooled = model.net.features(model_input(model, pixels), outputs=("pooled",)).pooled
-    assert pooled is not None
-    return np.asarray(pooled.float().cpu().numpy())
-
-
-def model_input(model: Model, pixels: npt.NDArray[Any]) -> torch.Tensor:
-    """B H W C, 0 to 255 -> B C H W, normalized, on the device and in the dtype of the model."""
-    batch = torch.from_numpy(np.ascontiguousarray(pixels)).to(model.device).permute(0, 3, 1, 2)
-    return model.preprocess.normalize(batch).to(model.dtype)
+        return run_network(self.model.net, self.model.preprocess, pixels, "pooled").float().numpy()

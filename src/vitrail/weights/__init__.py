@@ -13,5 +13,5 @@ network; `checkpoint.write` writes a network, and `conversion` also verifies the
   and `timm_origin` for files that have none; `size_limits` checks it before a network is built.
 - Preprocessing and class names: a sidecar decides (`timm_config`, `huggingface_preprocess`), else the family
   (`model_info.default_preprocess`); `class_names` reads labels. `model_info.ModelInfo` holds config, both, and notes.
-- Writing: each format's `write`, through the atomic writes of `writers`. `module_reader` reads modules in memory.
+- Writing: each format's `write`, through `writers` and `storage.atomic_write`. `module_reader` reads modules in memory.
 """

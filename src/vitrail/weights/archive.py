@@ -22,11 +22,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from vitrail.errors import CheckpointError, NotFoundError, did_you_mean
+from vitrail.errors import CheckpointError, NotFoundError, did_you_mean, first_line
 from vitrail.weights.file_type import (
     DOWNLOAD_AGAIN,
     detect_file_type,
-    first_line,
     read_json,
     refuse_code,
     summarize_names,

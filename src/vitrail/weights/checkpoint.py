@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.errors import CheckpointError, FormatError, ModelError, NotFoundError, did_you_mean
+from vitrail.errors import CheckpointError, FormatError, ModelError, NotFoundError, did_you_mean, first_line
 from vitrail.models import Net, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import google, google_bit, open_clip
 from vitrail.weights.archive import Archive, align_tensor, open_archive
 from vitrail.weights.facebook import FACEBOOK
-from vitrail.weights.file_type import DOWNLOAD_AGAIN, first_line, summarize_names
+from vitrail.weights.file_type import DOWNLOAD_AGAIN, summarize_names
 from vitrail.weights.format import Format
 from vitrail.weights.huggingface import HUGGINGFACE
 from vitrail.weights.huggingface_config import check_model_type

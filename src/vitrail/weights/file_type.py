@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from vitrail.errors import CheckpointError
+from vitrail.errors import CheckpointError, first_line
 
 FileType = Literal["safetensors", "npz", "torch", "legacy-torch", "torchscript", "index"]
 
@@ -74,11 +74,6 @@ def summarize_names(names: Iterable[str], limit: int = 4) -> str:
     names = list(names)
     listed = ", ".join(names[:limit])
     return listed if len(names) <= limit else f"{listed} and {len(names) - limit} more"
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error message, without the final period."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _zip_type(path: Path) -> FileType:

@@ -12,6 +12,7 @@ from torch import Tensor
 from vitrail.config import BiTConfig, ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.models.families import FAMILIES
+from vitrail.storage.atomic_write import new_folder, write_json
 from vitrail.weights import huggingface_preprocess as processor
 from vitrail.weights.archive import Archive
 from vitrail.weights.format import Format, header_metadata
@@ -29,7 +30,7 @@ from vitrail.weights.huggingface_names import normalize_name, table
 from vitrail.weights.model_info import ModelInfo, default_preprocess
 from vitrail.weights.renaming import AnyConfig
 from vitrail.weights.sidecars import stated_model
-from vitrail.weights.writers import new_folder, write_json, write_safetensors
+from vitrail.weights.writers import write_safetensors
 
 ANCHORS = {
     "embeddings.patch_embeddings.projection.weight": "embeddings.cls_token",

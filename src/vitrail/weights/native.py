@@ -13,11 +13,12 @@ from torch import Tensor
 
 from vitrail.errors import FormatError
 from vitrail.models import build
+from vitrail.storage.atomic_write import new_folder, write_json
 from vitrail.weights.archive import Archive
 from vitrail.weights.format import Format
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import AnyConfig, RenameTable, Rule
-from vitrail.weights.writers import new_folder, write_json, write_safetensors
+from vitrail.weights.writers import write_safetensors
 
 HEADER = "vitrail"
 """The metadata key that holds the model info."""

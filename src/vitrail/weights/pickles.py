@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.errors import CheckpointError, did_you_mean
-from vitrail.weights.file_type import DOWNLOAD_AGAIN, first_line, refuse_code, summarize_names
+from vitrail.errors import CheckpointError, did_you_mean, first_line
+from vitrail.weights.file_type import DOWNLOAD_AGAIN, refuse_code, summarize_names
 
 # Keys under which a pickle may hold the weights, in order of preference. Averaged weights come before raw ones, as in
 # timm; DINO's teacher before its student, as in its own evaluation.

@@ -13,6 +13,7 @@ from torch import Tensor
 from vitrail.config import BiTConfig, StemConfig, ViTConfig
 from vitrail.errors import FormatError
 from vitrail.models.model_names import CLIP_EMBED_DIM
+from vitrail.storage.atomic_write import new_folder, write_json
 from vitrail.weights import timm_config
 from vitrail.weights.archive import Archive
 from vitrail.weights.format import Format, header_metadata
@@ -30,7 +31,7 @@ from vitrail.weights.renaming import (
     weight_and_bias,
 )
 from vitrail.weights.timm_origin import infer_family, script_args
-from vitrail.weights.writers import new_folder, write_json, write_safetensors
+from vitrail.weights.writers import write_safetensors
 
 # R registers, D width
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.errors import CheckpointError
-from vitrail.weights.file_type import DOWNLOAD_AGAIN, first_line, refuse_code
+from vitrail.errors import CheckpointError, first_line
+from vitrail.weights.file_type import DOWNLOAD_AGAIN, refuse_code
 
 REBUILD_TENSOR = "torch._utils._rebuild_tensor_v2"
 IDENTITY_FUNCTIONS = frozenset(

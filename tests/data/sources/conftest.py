@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("VITRAIL_DATA", str(folder))
     monkeypatch.setattr("vitrail.data.sources.data_cache.SYSTEM_DIR", tmp_path / "usr-share-datasets")
-    monkeypatch.setattr(runtime, "_logged", set())
+    monkeypatch.setattr(runtime.notes, "_logged", set())
     logging.getLogger("vitrail").setLevel(logging.CRITICAL)
     return folder
 

@@ -1,14 +1,10 @@
-"""The cache folder for datasets, and atomic writes into it."""
+"""The cache folder for datasets."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
 
 SYSTEM_DIR = Path("/usr/share/datasets")
 """Folder of the datasets that Debian packages install."""
@@ -31,16 +27,3 @@ def display_path(path: Path) -> str:
     """The path as text, with ~ for the home folder."""
     home = Path.home()
     return f"~/{path.relative_to(home).as_posix()}" if path.is_relative_to(home) and path != home else str(path)
-
-
-def write_atomic(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Write to a temporary file in the same folder and rename it, so that a partial file is never visible."""
-    new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        with new.open("wb") as file:
-            write(file)
-        os.replace(new, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            new.unlink()
-        raise

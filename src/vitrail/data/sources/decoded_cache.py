@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 
 from vitrail.data.sources import data_cache
 from vitrail.data.sources.catalog import DatasetInfo
 from vitrail.data.sources.layouts import LabeledPixels
+from vitrail.storage.atomic_write import atomic_file
 
 METADATA_FILE = "content.json"
 DECODED = "decoded"
@@ -50,8 +49,10 @@ def store(dataset: DatasetInfo, splits: dict[str, LabeledPixels], digest: str, o
         (folder / METADATA_FILE).unlink(missing_ok=True)  # written last: its presence marks a complete copy
         for split, (pixels, targets) in splits.items():
             for kind, array in (("pixels", pixels), ("targets", targets)):
-                data_cache.write_atomic(folder / f"{split}-{kind}.npy", partial(_save, array))
-        data_cache.write_atomic(folder / METADATA_FILE, lambda file: file.write(json.dumps(metadata).encode()))
+                with atomic_file(folder / f"{split}-{kind}.npy") as temporary, temporary.open("wb") as file:
+                    np.save(file, array)
+        with atomic_file(folder / METADATA_FILE) as temporary:
+            temporary.write_text(json.dumps(metadata))
 
 
 def load(dataset: DatasetInfo, origin: Path | None = None) -> tuple[dict[str, LabeledPixels], bool] | None:
@@ -73,7 +74,3 @@ def load(dataset: DatasetInfo, origin: Path | None = None) -> tuple[dict[str, La
         return splits, bool(metadata["verified"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _save(array: np.ndarray[Any, Any], file: IO[bytes]) -> None:
-    np.save(file, array)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
 
-from filelock import FileLock
-
 from vitrail.data.sources.catalog import PublishedFile
 from vitrail.data.sources.progress import progress_bar
 from vitrail.errors import DataError
+from vitrail.storage.atomic_write import rename_synced
+from vitrail.storage.locks import file_lock
 
 CHUNK_BYTES = 1 << 18
 TIMEOUT_S = 30.0
@@ -35,10 +34,10 @@ def download(file: PublishedFile, base_urls: Sequence[str], folder: Path, verify
     target = folder / file.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f".{file.name}.lock"):
+        with file_lock(folder / f".{file.name}.lock"):
             if not target.exists():
                 _download_from_any(file, base_urls, target, verify)
-    except (OSError, NotImplementedError) as error:
+    except OSError as error:
         raise DataError(f"cannot write {file.name} to {folder}: {error}.") from error
     return target
 
@@ -55,7 +54,7 @@ def _download_from_any(file: PublishedFile, base_urls: Sequence[str], target: Pa
                 _transfer(f"{base_url}{file.name}", part, file.size)
                 if verify and (md5 := _md5(part)) != file.md5:
                     raise _WrongContent(f"its MD5 is {md5}, expected {file.md5}")
-                os.replace(part, target)
+                rename_synced(part, target)
                 return
             except _WrongContent as error:
                 part.unlink(missing_ok=True)  # cannot be resumed

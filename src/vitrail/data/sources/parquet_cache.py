@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from filelock import FileLock
 
 from vitrail.data.sources import data_cache
 from vitrail.data.sources.progress import progress_bar
+from vitrail.storage.atomic_write import atomic_file
+from vitrail.storage.locks import file_lock
 
 FREE_SPACE_FACTOR = 1.05
 """Free disk space required, as a multiple of the size of the images."""
@@ -46,21 +47,23 @@ def extract_images(files: Sequence[Path], column: str, groups: Iterator[Any], si
     path = data_cache.cache_dir() / "parquet" / f"{_cache_name(files, column)}.bin"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
+        with file_lock(path.with_suffix(".lock")):
             if not _offsets_path(path).exists():
                 if shutil.disk_usage(path.parent).free < FREE_SPACE_FACTOR * size:
                     return None
-                lengths: list[int] = []
-                data_cache.write_atomic(path, lambda file: _copy(file, groups, lengths, size))
-                offsets = np.cumsum([0, *lengths])
+                with atomic_file(path) as temporary, temporary.open("wb") as file:
+                    lengths = _copy(file, groups, size)
                 # Written last: its presence marks a complete copy.
-                data_cache.write_atomic(_offsets_path(path), lambda file: np.save(file, offsets))
+                with atomic_file(_offsets_path(path)) as temporary, temporary.open("wb") as file:
+                    np.save(file, np.cumsum([0, *lengths]))
         return ExtractedImages(path)
-    except (OSError, NotImplementedError):  # a full disk, or a folder without write permission
+    except OSError:  # a full disk, or a folder without write permission
         return None
 
 
-def _copy(out: IO[bytes], groups: Iterator[Any], lengths: list[int], size: int) -> None:
+def _copy(out: IO[bytes], groups: Iterator[Any], size: int) -> list[int]:
+    """Write the images of all row groups one after the other; returns their lengths."""
+    lengths = []
     with progress_bar("extracting images from Parquet", size, in_bytes=True) as advance:
         for group in groups:
             for value in group:
@@ -69,6 +72,7 @@ def _copy(out: IO[bytes], groups: Iterator[Any], lengths: list[int], size: int) 
                 out.write(data)
                 lengths.append(len(data))
                 advance(len(data))
+    return lengths
 
 
 def _offsets_path(path: Path) -> Path:

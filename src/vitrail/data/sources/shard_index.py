@@ -21,6 +21,7 @@ from typing import Any
 from vitrail.data.sources import data_cache, remote, tar
 from vitrail.data.sources.progress import progress_bar
 from vitrail.errors import DataError, NotFoundError
+from vitrail.storage.atomic_write import atomic_file
 
 VERSION = 1
 LABEL_EXTENSIONS = ("cls", "txt", "json", "label", "labels")
@@ -220,7 +221,8 @@ def _save_index(index: ShardIndex, info: remote.FileInfo) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not _is_writable(path.parent):
                 continue
-            data_cache.write_atomic(path, lambda file: file.write(json.dumps(content, separators=(",", ":")).encode()))
+            with atomic_file(path) as temporary:
+                temporary.write_text(json.dumps(content, separators=(",", ":")))
             return
 
 
@@ -228,14 +230,10 @@ def _copy_to_cache(shard: str) -> Path:
     """Download a whole shard to the cache folder."""
     path = _index_paths(shard)[-1].with_suffix("")  # without .index
     path.parent.mkdir(parents=True, exist_ok=True)
-
-    def write(file: Any) -> None:
-        with remote.open_stream(shard) as opened:
+    try:
+        with atomic_file(path) as temporary, temporary.open("wb") as file, remote.open_stream(shard) as opened:
             while piece := opened.read(1 << 20):
                 file.write(piece)
-
-    try:
-        data_cache.write_atomic(path, write)
     except OSError as error:
         raise DataError(f"{shard} could not be copied to {path.parent}: {error}.") from error
     return path

@@ -1,350 +1,350 @@
-// The explorer: holds the view state, draws it and handles input.
+// The explorer page: holds the view state, draws it and handles input.
 
-import { attended, placesOf, reading } from "./attention.js";
+import { attentionRow, parsePositions, poolingWeights } from "./attention.js";
 import { drawChips } from "./chips.js";
 import { ImagePicker, NO_IMAGE } from "./image_picker.js";
 import { savePng } from "./download.js";
-import { capital, minus, short } from "./formatting.js";
-import { listenKeys } from "./keyboard.js";
-import { isOwn, writeLink } from "./permalink.js";
+import { capitalize, minus, truncate } from "./formatting.js";
+import { addShortcuts } from "./keyboard.js";
+import { isUserImage, writePermalink } from "./permalink.js";
 import { Pane } from "./pane.js";
-import { distancePlot, placesMap } from "./charts.js";
-import { drawVerdict, Predictions, spoken } from "./predictions.js";
-import { ask, listen, tryNow } from "./server.js";
+import { drawDistancePlot, drawPositionMap } from "./charts.js";
+import { describePredictions, drawCompactPredictions, Predictions } from "./predictions.js";
+import { request, retryNow, setListeners } from "./server.js";
 import { ImageState } from "./image_state.js";
-import { invitation, legend, meaning, NAMES, place, sentence, TIPS, titleOf } from "./captions.js";
-import { askToken } from "./token.js";
-import { banner, onBanner, say, segments } from "./ui.js";
+import { colorScaleLabels, MAP_TITLES, MAP_TOOLTIPS, paneCaption, paneTitle, patchName, queryCaption, usageHint } from "./captions.js";
+import { requestToken } from "./token.js";
+import { drawSegments, initBanner, setStatus, showBanner } from "./ui.js";
 
 const $ = (id) => document.getElementById(id);
-const PLAY = 850;  // milliseconds for a layer
-const touch = matchMedia("(hover: none)");
+const PLAY_INTERVAL = 850;  // milliseconds per layer
+const touchScreen = matchMedia("(hover: none)");
 
-const view = { panes: [], sheets: [], active: 0, ask: null, hover: null, paint: "light", fill: "mean", mode: touch.matches ? "ask" : "hide" };
-let model, shows, imagePicker, places = null, playing = 0, linking = 0, speaking = 0, toSay = "";
-const predictions = new Predictions($("says"));
+const view = { panes: [], states: [], active: 0, query: null, hovered: null, colorScale: "light", fill: "mean", mode: touchScreen.matches ? "query" : "hide" };
+let model, mapNames, imagePicker, positions = null, playTimer = 0, urlTimer = 0, announceTimer = 0, pendingAnnouncement = "";
+const predictions = new Predictions($("predictions"));
 
-const pane = () => view.panes[view.active];
-const sheetOf = (one) => view.sheets[one.sheet];
-const special = () => model.prefix_tokens.length;
+const activePane = () => view.panes[view.active];
+const stateOf = (pane) => view.states[pane.stateIndex];
+const numPrefix = () => model.prefix_tokens.length;
 /** The query token of an image: the patch under the pointer, else the selected one. A hidden patch is never the query. */
-const asker = (sheet) => [view.hover === null ? null : view.hover + special(), view.ask].find((token) => token !== null && !sheet.hide.has(token - special())) ?? null;
-const methodOf = (show) => (show === "pool" ? "attention" : show);
-const letterOf = (one) => (view.panes.length > 1 ? "AB"[view.panes.indexOf(one)] : "");
+const queryToken = (state) => [view.hovered === null ? null : view.hovered + numPrefix(), view.query].find((token) => token !== null && !state.hiddenPatches.has(token - numPrefix())) ?? null;
+const methodOf = (mapName) => (mapName === "pool" ? "attention" : mapName);
+const paneLetter = (pane) => (view.panes.length > 1 ? "AB"[view.panes.indexOf(pane)] : "");
 
 /** The value of each patch in a pane; null for the plain image, or before the values have arrived. */
-function values(one, sheet) {
-  if (one.show === "plain" || !sheet.image) return null;
-  if (one.show !== "attention") return sheet.map(methodOf(one.show));
-  const row = rowOf(one, sheet);
-  return row && row.slice(special());
+function paneValues(pane, state) {
+  if (pane.mapName === "plain" || !state.image) return null;
+  if (pane.mapName !== "attention") return state.mapValues(methodOf(pane.mapName));
+  const row = attentionOf(pane, state);
+  return row && row.slice(numPrefix());
 }
 
-const wantOf = ({ show, layer }) => (show === "attention" ? { layer } : { method: methodOf(show) });
+const neededData = ({ mapName, layer }) => (mapName === "attention" ? { layer } : { method: methodOf(mapName) });
 
-function rowOf(one, sheet) {
-  const layer = sheet.layers.get(one.layer);
-  return layer ? attended(layer, one.head, asker(sheet) ?? reading(model.pool, model.prefix_tokens, layer.tokens)) : null;
+function attentionOf(pane, state) {
+  const layer = state.layers.get(pane.layer);
+  return layer ? attentionRow(layer, pane.head, queryToken(state) ?? poolingWeights(model.pool, model.prefix_tokens, layer.tokens)) : null;
 }
 
-let drawing = 0;
-function render() { drawing ||= requestAnimationFrame(draw); }
+let frameRequest = 0;
+function render() { frameRequest ||= requestAnimationFrame(draw); }
 
 function draw() {
-  drawing = 0;
-  let waiting = "";
-  view.sheets.forEach((sheet, i) => sheet.want(view.panes.filter((one) => one.sheet === i && one.show !== "plain").map(wantOf)));
-  for (const one of view.panes) {
-    const sheet = sheetOf(one), letter = letterOf(one), found = values(one, sheet), attending = one.show === "attention";
-    if (!found && sheet.image && one.show !== "plain" && !sheet.failedKeys.size) waiting = attending ? `Loading layer ${one.layer}…` : `Computing ${NAMES[one.show].toLowerCase()}…`;
-    one.view.show({
-      sheet,
-      values: found,
-      squares: one.show === "occlusion",
-      asker: attending ? asker(sheet) : view.hover === null ? null : view.hover + special(),
-      pointed: view.hover,
-      paint: view.paint,
-      caption: captionOf(one, sheet, letter, found),
-      label: `${letter ? `Pane ${letter}. ` : ""}${short(sheet.name, 60) || "The image"} in ${sheet.grid?.rows ?? 0} by ${sheet.grid?.columns ?? 0} patches. ${titleOf(one, model)}. Arrow keys move, Space hides, Enter sets the query.`,
-      pending: !found && one.show !== "plain",
-      empty: sheet.blob || one.wanted ? "" : "Drop an image here, paste one, or choose a sample.",
+  frameRequest = 0;
+  let status = "";
+  view.states.forEach((state, i) => state.fetchNeeded(view.panes.filter((pane) => pane.stateIndex === i && pane.mapName !== "plain").map(neededData)));
+  for (const pane of view.panes) {
+    const state = stateOf(pane), letter = paneLetter(pane), values = paneValues(pane, state), isAttention = pane.mapName === "attention";
+    if (!values && state.image && pane.mapName !== "plain" && !state.failedKeys.size) status = isAttention ? `Loading layer ${pane.layer}…` : `Computing ${MAP_TITLES[pane.mapName].toLowerCase()}…`;
+    pane.widget.update({
+      state,
+      values,
+      bySquares: pane.mapName === "occlusion",
+      queryToken: isAttention ? queryToken(state) : view.hovered === null ? null : view.hovered + numPrefix(),
+      pointed: view.hovered,
+      colorScale: view.colorScale,
+      caption: captionElements(pane, state, letter, values),
+      label: `${letter ? `Pane ${letter}. ` : ""}${truncate(state.name, 60) || "The image"} in ${state.grid?.rows ?? 0} by ${state.grid?.columns ?? 0} patches. ${paneTitle(pane, model)}. Arrow keys move, Space hides, Enter sets the query.`,
+      pending: !values && pane.mapName !== "plain",
+      emptyMessage: state.blob || pane.pendingSource ? "" : "Drop an image here, paste one, or choose a sample.",
     });
-    one.view.root.classList.toggle("active", Boolean(letter) && one === pane());
+    pane.widget.root.classList.toggle("active", Boolean(letter) && pane === activePane());
   }
-  if (waiting && !$("doing").textContent) say(waiting);
-  $("stop").hidden = !view.sheets.some(({ wanted }) => wanted?.method);
-  controls();
-  beside();
-  linking ||= setTimeout(() => { linking = 0; link(); }, 200);
+  if (status && !$("status-text").textContent) setStatus(status);
+  $("stop").hidden = !view.states.some(({ currentFetch }) => currentFetch?.method);
+  drawControls();
+  drawSidePanel();
+  urlTimer ||= setTimeout(() => { urlTimer = 0; updateUrl(); }, 200);
 }
 
 /** Writes the view to the URL, without the hovered patch. Browsers limit how often the URL may change. */
-function link() {
-  const text = `#${writeLink(view, model)}`;
+function updateUrl() {
+  const text = `#${writePermalink(view, model)}`;
   if (location.hash !== text) history.replaceState(null, "", text);
 }
 
 /** The caption below a pane: what it shows, and the color scale. */
-function captionOf(one, sheet, letter, found) {
-  const make = (tag, className, text = "") => Object.assign(document.createElement(tag), { className, textContent: text });
-  const means = sheet.image ? meaning(one, sheet, model, asker(sheet)) : "", name = make("span", "means", letter ? titleOf(one, model) : means);
-  const parts = [name], ends = legend(one.show, found);
-  name.title = sheet.image ? meaning(one, sheet, model, asker(sheet), 10000) : "";
-  if (letter) name.prepend(make("b", "", letter));
-  if (ends) {
-    const ramp = make("span", `ramp ${view.paint}`), [low, high] = ends.map((text) => make("span", "", text));
-    ramp.append(low, make("i", ""), high);
-    ramp.title = "Color scale";
-    parts.push(ramp);
+function captionElements(pane, state, letter, values) {
+  const element = (tag, className, text = "") => Object.assign(document.createElement(tag), { className, textContent: text });
+  const caption = state.image ? paneCaption(pane, state, model, queryToken(state)) : "", name = element("span", "caption-text", letter ? paneTitle(pane, model) : caption);
+  const parts = [name], labels = colorScaleLabels(pane.mapName, values);
+  name.title = state.image ? paneCaption(pane, state, model, queryToken(state), 10000) : "";
+  if (letter) name.prepend(element("b", "", letter));
+  if (labels) {
+    const scale = element("span", `color-scale ${view.colorScale}`), [low, high] = labels.map((text) => element("span", "", text));
+    scale.append(low, element("i", ""), high);
+    scale.title = "Color scale";
+    parts.push(scale);
   }
   if (letter) {
-    const close = Object.assign(make("button", "bare", "×"), { type: "button", title: "Close this pane", onclick: () => closePane(one) });
+    const close = Object.assign(element("button", "borderless", "×"), { type: "button", title: "Close this pane", onclick: () => closePane(pane) });
     close.setAttribute("aria-label", `Close pane ${letter}`);
     parts.push(close);
   }
   return parts;
 }
 
-function controls() {
-  const one = pane(), sheet = sheetOf(one), heads = model.num_heads ?? 0, letter = letterOf(one), attending = one.show === "attention";
-  segments($("shows"), shows.map((show) => [show, NAMES[show], TIPS[show]]), one.show, (show) => set({ show }));
-  $("shows").hidden = shows.length < 2;
-  segments($("paints"), null, view.paint, (paint) => { view.paint = paint; render(); }, "paint");
-  const click = touch.matches ? "Tap" : "Click";
-  segments($("modes"), [["hide", `${click}: hide`], ["ask", `${click}: query`]], view.mode, (mode) => { view.mode = mode; render(); });
-  $("modes").hidden = !model.has_attention;
+function drawControls() {
+  const pane = activePane(), state = stateOf(pane), heads = model.num_heads ?? 0, letter = paneLetter(pane), isAttention = pane.mapName === "attention";
+  drawSegments($("map-select"), mapNames.map((mapName) => [mapName, MAP_TITLES[mapName], MAP_TOOLTIPS[mapName]]), pane.mapName, (mapName) => updatePane({ mapName }));
+  $("map-select").hidden = mapNames.length < 2;
+  drawSegments($("color-scale-select"), null, view.colorScale, (colorScale) => { view.colorScale = colorScale; render(); }, "colorScale");
+  const clickVerb = touchScreen.matches ? "Tap" : "Click";
+  drawSegments($("click-action"), [["hide", `${clickVerb}: hide`], ["query", `${clickVerb}: query`]], view.mode, (mode) => { view.mode = mode; render(); });
+  $("click-action").hidden = !model.has_attention;
   $("panes").dataset.mode = view.mode;
-  $("paints").hidden = one.show === "plain";
-  $("layer-row").hidden = !attending;
-  if (model.depth) Object.assign($("layer"), { max: model.depth, value: one.layer });
-  $("layer").style.setProperty("--part", model.depth > 1 ? (one.layer - 1) / (model.depth - 1) : 0);
-  $("layer-out").textContent = `${one.layer} of ${model.depth}`;
-  $("layer").setAttribute("aria-valuetext", `${one.layer} of ${model.depth}`);
-  segments($("heads"), [["0", "all"], ...Array.from({ length: heads }, (_, i) => [String(i + 1), String(i + 1)])], String(one.head), (head) => set({ head: Number(head) }));
-  $("heads").parentElement.hidden = heads < 2;
-  $("play").setAttribute("aria-pressed", String(Boolean(playing)));
-  $("play").setAttribute("aria-label", playing ? "Stop playing" : "Play through the layers");
-  const count = sheet.hide.size;
-  const hint = view.mode === "hide" ? "Nothing hidden; drag to hide an area." : touch.matches ? "Long-press to hide a patch." : "Shift-click to hide.";
-  $("hidden-some").textContent = count ? `${count}` : hint;
-  $("hidden-of").textContent = count ? ` of ${sheet.patches}` : "";
-  $("hidden-rest").textContent = count ? " hidden" : "";
-  $("hide-row").classList.toggle("some", count > 0);
-  $("undo").disabled = !sheet.past.length;
+  $("color-scale-select").hidden = pane.mapName === "plain";
+  $("layer-row").hidden = !isAttention;
+  if (model.depth) Object.assign($("layer"), { max: model.depth, value: pane.layer });
+  $("layer").style.setProperty("--progress", model.depth > 1 ? (pane.layer - 1) / (model.depth - 1) : 0);
+  $("layer-value").textContent = `${pane.layer} of ${model.depth}`;
+  $("layer").setAttribute("aria-valuetext", `${pane.layer} of ${model.depth}`);
+  drawSegments($("head-select"), [["0", "all"], ...Array.from({ length: heads }, (_, i) => [String(i + 1), String(i + 1)])], String(pane.head), (head) => updatePane({ head: Number(head) }));
+  $("head-select").parentElement.hidden = heads < 2;
+  $("play").setAttribute("aria-pressed", String(Boolean(playTimer)));
+  $("play").setAttribute("aria-label", playTimer ? "Stop playing" : "Play through the layers");
+  const count = state.hiddenPatches.size;
+  const hint = view.mode === "hide" ? "Nothing hidden; drag to hide an area." : touchScreen.matches ? "Long-press to hide a patch." : "Shift-click to hide.";
+  $("hidden-number").textContent = count ? `${count}` : hint;
+  $("hidden-total").textContent = count ? ` of ${state.patches}` : "";
+  $("hidden-suffix").textContent = count ? " hidden" : "";
+  $("hide-row").classList.toggle("has-hidden", count > 0);
+  $("undo").disabled = !state.undoStack.length;
   $("clear").disabled = !count;
   $("fill").value = view.fill;
   $("compare").setAttribute("aria-pressed", String(Boolean(letter)));
-  const row = attending ? rowOf(one, sheet) : null;
-  drawChips($("chips"), { model, view, row, shown: attending && model.has_attention, asker: asker(sheet), render });
-  const told = sentence(one, sheet, model, { values: row ? row.slice(special()) : values(one, sheet), row, from: asker(sheet), hover: view.hover });
-  $("words").textContent = letter && told ? `${letter}: ${told}` : told;
-  $("invite").textContent = invitation({ show: one.show, model, mode: view.mode, touch: touch.matches, compared: letter });
-  imagePicker.mark(one, sheet);
+  const row = isAttention ? attentionOf(pane, state) : null;
+  drawChips($("token-chips"), { model, view, row, visible: isAttention && model.has_attention, queryToken: queryToken(state), render });
+  const caption = queryCaption(pane, state, model, { values: row ? row.slice(numPrefix()) : paneValues(pane, state), row, query: queryToken(state), hovered: view.hovered });
+  $("query-caption").textContent = letter && caption ? `${letter}: ${caption}` : caption;
+  $("hint").textContent = usageHint({ mapName: pane.mapName, model, mode: view.mode, touch: touchScreen.matches, activeLetter: letter });
+  imagePicker.markSample(pane, state);
 }
 
-function beside() {
-  const one = pane(), sheet = sheetOf(one), used = [...new Set(view.panes.map(sheetOf))];
-  predictions.show(used, model);
-  drawVerdict($("verdict"), used, model);
-  $("verdict").style.setProperty("--ratio", sheet.image ? sheet.image.width / sheet.image.height : 1);  // as wide as the image below
-  speak(spoken(sheet));
-  $("distance").hidden = !sheet.distance.length;
-  $("distance-of").textContent = used.length > 1 ? `, in ${letterOf(one)}` : "";
-  if (sheet.distance.length) {
-    const attending = one.show === "attention";
-    distancePlot($("distance-plot"), $("distance-note"), { ...sheet, layer: attending ? one.layer : 0, head: one.head }, (layer, head) => set({ show: "attention", layer, head }));
+function drawSidePanel() {
+  const pane = activePane(), state = stateOf(pane), states = [...new Set(view.panes.map(stateOf))];
+  predictions.update(states, model);
+  drawCompactPredictions($("compact-predictions"), states, model);
+  $("compact-predictions").style.setProperty("--aspect-ratio", state.image ? state.image.width / state.image.height : 1);  // the width of the image below it
+  announce(describePredictions(state));
+  $("attention-distance").hidden = !state.distance.length;
+  $("distance-pane").textContent = states.length > 1 ? `, in ${paneLetter(pane)}` : "";
+  if (state.distance.length) {
+    const isAttention = pane.mapName === "attention";
+    drawDistancePlot($("distance-plot"), $("distance-note"), { ...state, layer: isAttention ? pane.layer : 0, head: pane.head }, (layer, head) => updatePane({ mapName: "attention", layer, head }));
   }
-  $("places").hidden = !places;
-  if (places) {
-    const asked = view.panes.some(({ show }) => show === "attention") ? asker(sheet) : null, { rows, columns } = places.grid;
-    const chosen = view.hover ?? (asked !== null && asked >= special() ? asked - special() : null), patch = chosen ?? Math.floor(rows / 2) * columns + Math.floor(columns / 2);
-    placesMap($("places-map"), places, patch);
-    $("places-map").setAttribute("aria-label", `Similarity of the position embedding of ${place(patch, places.grid)} to all others`);
-    $("places-note").textContent = `${chosen === null ? "The center patch, framed" : capital(place(patch, places.grid))}: ${places.description}.`;
-    [$("places-low").textContent, $("places-high").textContent] = [minus(places.low.toFixed(2)), "1"];
+  $("position-similarity").hidden = !positions;
+  if (positions) {
+    const query = view.panes.some(({ mapName }) => mapName === "attention") ? queryToken(state) : null, { rows, columns } = positions.grid;
+    const selected = view.hovered ?? (query !== null && query >= numPrefix() ? query - numPrefix() : null), patch = selected ?? Math.floor(rows / 2) * columns + Math.floor(columns / 2);
+    drawPositionMap($("position-map"), positions, patch);
+    $("position-map").setAttribute("aria-label", `Similarity of the position embedding of ${patchName(patch, positions.grid)} to all others`);
+    $("position-note").textContent = `${selected === null ? "The center patch, framed" : capitalize(patchName(patch, positions.grid))}: ${positions.description}.`;
+    [$("position-min").textContent, $("position-max").textContent] = [minus(positions.min.toFixed(2)), "1"];
   }
 }
 
 /** Announces a text to screen readers after 0.7 s; redrawing does not restart the delay. */
-function speak(text) {
-  if (!text || text === toSay) return;
-  toSay = text;
-  clearTimeout(speaking);
-  speaking = setTimeout(() => { $("live").textContent = toSay; }, 700);
+function announce(text) {
+  if (!text || text === pendingAnnouncement) return;
+  pendingAnnouncement = text;
+  clearTimeout(announceTimer);
+  announceTimer = setTimeout(() => { $("announcement").textContent = pendingAnnouncement; }, 700);
 }
 
-function set(changes) {
+function updatePane(changes) {
   if (changes.layer) changes.layer = Math.min(Math.max(changes.layer, 1), model.depth);
-  if (changes.show) sheetOf(pane()).resume(methodOf(changes.show));
-  Object.assign(pane(), changes);
+  if (changes.mapName) stateOf(activePane()).resume(methodOf(changes.mapName));
+  Object.assign(activePane(), changes);
   render();
 }
 
-function newImageState() {
-  const sheet = new ImageState(model, render, (failing, error) => {
-    say("");
-    if (!failing.image) failing.refused?.();
-    banner(error.code === "image_unreadable" ? NO_IMAGE : capital(error.message));
+function addImageState() {
+  const state = new ImageState(model, render, (failedState, error) => {
+    setStatus("");
+    if (!failedState.image) failedState.onRejected?.();
+    showBanner(error.code === "image_unreadable" ? NO_IMAGE : capitalize(error.message));
     render();
   });
-  sheet.fill = view.fill;
-  view.sheets.push(sheet);
-  return view.sheets.length - 1;
+  state.fill = view.fill;
+  view.states.push(state);
+  return view.states.length - 1;
 }
 
-function newPane(words) {
-  const made = { sheet: 0, show: shows[0], layer: 1, head: 0, ...words };
-  made.view = new Pane({
-    ask: (patch) => { if (view.hover !== patch) { view.hover = patch; render(); } },
-    pin: (patch) => {
-      const token = patch + special();
-      if (made.show === "attention" && sheetOf(made).hide.has(patch) && view.ask !== token) return banner("This patch is hidden; show it again to use it as the query.", 4000);
-      if (view.panes.some(({ show }) => show === "attention")) { view.ask = view.ask === token ? null : token; view.hover = null; }
-      else view.hover = patch;  // maps have no query: a tap shows the value
+function addPane(settings) {
+  const pane = { stateIndex: 0, mapName: mapNames[0], layer: 1, head: 0, ...settings };
+  pane.widget = new Pane({
+    onHover: (patch) => { if (view.hovered !== patch) { view.hovered = patch; render(); } },
+    onSelect: (patch) => {
+      const token = patch + numPrefix();
+      if (pane.mapName === "attention" && stateOf(pane).hiddenPatches.has(patch) && view.query !== token) return showBanner("This patch is hidden; show it again to use it as the query.", 4000);
+      if (view.panes.some(({ mapName }) => mapName === "attention")) { view.query = view.query === token ? null : token; view.hovered = null; }
+      else view.hovered = patch;  // maps have no query: a tap shows the value
       render();
     },
-    toggle: (sheet, patches, first = patches[0]) => toggle(sheet, patches, !sheet.hide.has(first)),
-    active: () => { const at = view.panes.indexOf(made); if (at !== view.active && at >= 0) { view.active = at; render(); } },
-    mode: () => view.mode,
+    onToggle: (state, patches, first = patches[0]) => setPatchesHidden(state, patches, !state.hiddenPatches.has(first)),
+    onActivate: () => { const index = view.panes.indexOf(pane); if (index !== view.active && index >= 0) { view.active = index; render(); } },
+    getMode: () => view.mode,
   });
-  view.panes.push(made);
-  $("panes").append(made.view.root);
-  document.body.classList.toggle("two", view.panes.length > 1);
-  return made;
+  view.panes.push(pane);
+  $("panes").append(pane.widget.root);
+  document.body.classList.toggle("comparing", view.panes.length > 1);
+  return pane;
 }
 
-function toggle(sheet, patches, hide) {
-  const next = new Set(sheet.hide);
-  for (const patch of patches) if (hide) next.add(patch); else next.delete(patch);
-  if (next.size < sheet.patches) sheet.cover(next);
-  else banner("At least one patch must stay visible.");
+function setPatchesHidden(state, patches, hide) {
+  const hiddenPatches = new Set(state.hiddenPatches);
+  for (const patch of patches) if (hide) hiddenPatches.add(patch); else hiddenPatches.delete(patch);
+  if (hiddenPatches.size < state.patches) state.setHidden(hiddenPatches);
+  else showBanner("At least one patch must stay visible.");
 }
 
 /** Opens a second pane as a copy of the first, or closes it. */
 function compare() {
   if (view.panes.length > 1) return closePane(view.panes[1]);
-  const { sheet, show, layer, head } = view.panes[0];
-  newPane({ sheet, show, layer, head });
+  const { stateIndex, mapName, layer, head } = view.panes[0];
+  addPane({ stateIndex, mapName, layer, head });
   view.active = 1;
   render();
 }
 
-function closePane(one) {
-  one.view.root.remove();
-  view.panes = view.panes.filter((other) => other !== one);
+function closePane(pane) {
+  pane.widget.root.remove();
+  view.panes = view.panes.filter((other) => other !== pane);
   view.active = 0;
   removeUnusedImages();
-  document.body.classList.remove("two");
+  document.body.classList.remove("comparing");
   render();
 }
 
-/** Drops images that no pane shows. */
+/** Removes the states of images that no pane shows. */
 function removeUnusedImages() {
-  const used = view.sheets.filter((sheet, i) => view.panes.some((other) => other.sheet === i) || void sheet.stop());
-  view.panes.forEach((other) => { other.sheet = used.indexOf(view.sheets[other.sheet]); });
-  view.sheets = used;
+  const states = view.states.filter((state, i) => view.panes.some((pane) => pane.stateIndex === i) || void state.cancelAll());
+  view.panes.forEach((pane) => { pane.stateIndex = states.indexOf(view.states[pane.stateIndex]); });
+  view.states = states;
 }
 
-function play() {
-  clearInterval(playing);
-  if (playing) playing = 0;
+function togglePlay() {
+  clearInterval(playTimer);
+  if (playTimer) playTimer = 0;
   else if (model.has_attention) {
-    const on = () => set({ show: "attention", layer: (pane().layer % model.depth) + 1 });
-    playing = setInterval(on, PLAY);
-    on();
+    const nextLayer = () => updatePane({ mapName: "attention", layer: (activePane().layer % model.depth) + 1 });
+    playTimer = setInterval(nextLayer, PLAY_INTERVAL);
+    nextLayer();
   }
   render();
 }
 
 async function copyLink() {
-  link();
-  const only = view.sheets.some(({ source }) => source && isOwn(source)) ? " Your image is stored in this browser only: the link does not work elsewhere." : "";
+  updateUrl();
+  const warning = view.states.some(({ source }) => source && isUserImage(source)) ? " Your image is stored in this browser only: the link does not work elsewhere." : "";
   try {
     await navigator.clipboard.writeText(location.href);
-    banner(`Link copied.${only}`, 4000);
-  } catch { banner(`The link is in the address bar.${only}`, 6000); }
+    showBanner(`Link copied.${warning}`, 4000);
+  } catch { showBanner(`The link is in the address bar.${warning}`, 6000); }
 }
 
 function download() {
-  if (!sheetOf(pane()).image) return;
-  const panes = view.panes.map((one) => ({ view: one.view, title: `${letterOf(one) && `${letterOf(one)}: `}${titleOf(one, model)}`, means: meaning(one, sheetOf(one), model, asker(sheetOf(one))), ends: legend(one.show, one.view.raw) }));
-  savePng({ panes, sheets: [...new Set(view.panes.map(sheetOf))], model, words: $("words").textContent, credit: $("credit").textContent });
+  if (!stateOf(activePane()).image) return;
+  const panes = view.panes.map((pane) => ({ widget: pane.widget, title: `${paneLetter(pane) && `${paneLetter(pane)}: `}${paneTitle(pane, model)}`, caption: paneCaption(pane, stateOf(pane), model, queryToken(stateOf(pane))), labels: colorScaleLabels(pane.mapName, pane.widget.raw) }));
+  savePng({ panes, states: [...new Set(view.panes.map(stateOf))], model, queryCaption: $("query-caption").textContent, credit: $("credit").textContent });
 }
 
-function dark() {
-  const system = matchMedia("(prefers-color-scheme: dark)").matches, root = document.documentElement;
-  const now = root.dataset.theme ? root.dataset.theme === "dark" : system, next = now ? "light" : "dark";
+function toggleTheme() {
+  const systemIsDark = matchMedia("(prefers-color-scheme: dark)").matches, root = document.documentElement;
+  const isDark = root.dataset.theme ? root.dataset.theme === "dark" : systemIsDark, next = isDark ? "light" : "dark";
   root.dataset.theme = next;
   try { localStorage.setItem("vitrail-theme", next); } catch { /* a private window */ }
   $("theme").setAttribute("aria-pressed", String(next === "dark"));
 }
 
-function wire() {
-  $("layer").oninput = ({ target }) => set({ layer: Number(target.value) });
-  $("play").onclick = play;
+function addListeners() {
+  $("layer").oninput = ({ target }) => updatePane({ layer: Number(target.value) });
+  $("play").onclick = togglePlay;
   $("compare").onclick = compare;
   $("link").onclick = copyLink;
   $("save").onclick = download;
-  $("theme").onclick = dark;
-  $("help").onclick = () => $("help-box").showModal();
-  $("stop").onclick = () => view.sheets.forEach((sheet) => sheet.stopFetching());
-  $("undo").onclick = () => sheetOf(pane()).undo();
-  $("clear").onclick = () => sheetOf(pane()).cover([]);
-  $("fill").onchange = ({ target }) => { view.fill = target.value; for (const sheet of view.sheets) { sheet.fill = view.fill; if (sheet.hide.size) sheet.send(); } render(); };
-  listenKeys({ set, pane, play, compare, copyLink, dark, model, shows, view, render, undo: () => sheetOf(pane()).undo(), clear: () => sheetOf(pane()).hide.size && sheetOf(pane()).cover([]) });
+  $("theme").onclick = toggleTheme;
+  $("help").onclick = () => $("help-dialog").showModal();
+  $("stop").onclick = () => view.states.forEach((state) => state.stopFetch());
+  $("undo").onclick = () => stateOf(activePane()).undo();
+  $("clear").onclick = () => stateOf(activePane()).setHidden([]);
+  $("fill").onchange = ({ target }) => { view.fill = target.value; for (const state of view.states) { state.fill = view.fill; if (state.hiddenPatches.size) state.refresh(); } render(); };
+  addShortcuts({ updatePane, activePane, togglePlay, compare, copyLink, toggleTheme, model, mapNames, view, render, undo: () => stateOf(activePane()).undo(), clear: () => stateOf(activePane()).hiddenPatches.size && stateOf(activePane()).setHidden([]) });
 }
 
-function describe() {
+function drawModelSummary() {
   const { name, num_parameters, grid, depth, num_heads, image_size } = model, parts = [];
   if (num_parameters) parts.push(`${(num_parameters / 1e6).toFixed(1)} M parameters`);
   if (grid) parts.push(`${grid.rows} × ${grid.columns} patches`);
   if (depth) parts.push(`${depth} layers × ${num_heads} heads`);
   parts.push(`${image_size.width} × ${image_size.height} px`);
-  const strong = Object.assign(document.createElement("b"), { textContent: name, title: name, dir: "auto" });
-  $("model").replaceChildren(strong, ...parts.map((text) => Object.assign(document.createElement("span"), { textContent: text })));
-  document.title = `vitrail: inside ${short(name, 60)}`;
+  const nameElement = Object.assign(document.createElement("b"), { textContent: name, title: name, dir: "auto" });
+  $("model-summary").replaceChildren(nameElement, ...parts.map((text) => Object.assign(document.createElement("span"), { textContent: text })));
+  document.title = `vitrail: inside ${truncate(name, 60)}`;
 }
 
-function doing(what, ms, progress) {
-  if (progress) say(`${what}…`, ` ${progress.done} of ${progress.total}`, progress.done / progress.total);
-  else say(what && `${what}…`, ms ? ` ${Math.round(ms / 1000)} s so far` : "");
+function showProgress(description, ms, progress) {
+  if (progress) setStatus(`${description}…`, ` ${progress.done} of ${progress.total}`, progress.done / progress.total);
+  else setStatus(description && `${description}…`, ms ? ` ${Math.round(ms / 1000)} s so far` : "");
 }
 
 async function start() {
-  listen({ state: serverState, doing, token: askToken });
-  onBanner(tryNow);
-  model = await ask("/v1/model", { what: "Waiting for the model" });
-  shows = [...(model.has_attention ? ["attention"] : []), ...model.methods.filter((m) => m !== "attention"), ...(model.pool === "map" ? ["pool"] : []), "plain"];
-  describe();
+  setListeners({ onServerState: handleServerState, onProgress: showProgress, requestToken });
+  initBanner(retryNow);
+  model = await request("/v1/model", { description: "Waiting for the model" });
+  mapNames = [...(model.has_attention ? ["attention"] : []), ...model.methods.filter((m) => m !== "attention"), ...(model.pool === "map" ? ["pool"] : []), "plain"];
+  drawModelSummary();
   $("theme").setAttribute("aria-pressed", String((document.documentElement.dataset.theme ?? "") === "dark" || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches)));
   if (!model.has_attention) view.mode = "hide";
-  const samples = await ask("/v1/samples").catch(() => []);
-  imagePicker = new ImagePicker({ view, model, shows, samples, newImageState, newPane, pane, removeUnusedImages, render });
-  imagePicker.listen();
-  wire();
+  const samples = await request("/v1/samples").catch(() => []);
+  imagePicker = new ImagePicker({ view, model, mapNames, samples, addImageState, addPane, activePane, removeUnusedImages, render });
+  imagePicker.addListeners();
+  addListeners();
   document.body.classList.add("ready");
   await imagePicker.restore(location.hash);
-  const other = sessionStorage.getItem("vitrail-other");
-  if (other) { sessionStorage.removeItem("vitrail-other"); banner(`The server is back with another model: ${short(model.name, 60)}.`, 6000); }
-  if (model.has_attention) ask("/v1/positions").then((answer) => { places = placesOf(answer); render(); }, () => {});
+  const modelChanged = sessionStorage.getItem("vitrail-other");
+  if (modelChanged) { sessionStorage.removeItem("vitrail-other"); showBanner(`The server is back with another model: ${truncate(model.name, 60)}.`, 6000); }
+  if (model.has_attention) request("/v1/positions").then((response) => { positions = parsePositions(response); render(); }, () => {});
 }
 
 /** Shows that the server is unreachable, busy or back; reloads if it serves another model. */
-async function serverState(kind, seconds) {
-  const again = ` Retrying in ${Math.max(seconds, 1)} s.`;
-  if (kind === "away") return banner("The server is unreachable; your view is kept.", 0, "Try now", again);
-  if (kind === "busy") return banner("The server is busy.", 0, "Try now", again);
-  banner("The server is back.", 2500);
-  const now = await ask("/v1/model"), same = (key) => JSON.stringify(now[key]) === JSON.stringify(model[key]);
-  if (!model || Object.keys(now).every(same)) return;
-  link();
-  if (!["grid", "prefix_tokens", "depth", "num_heads"].every(same)) {  // other patches: what was hidden or asked means nothing there
-    const words = new URLSearchParams(location.hash.slice(1)), kept = ["image", "image2", "show", "show2", "paint", "fill"];
-    for (const name of [...words.keys()]) if (!kept.includes(name)) words.delete(name);
-    history.replaceState(null, "", `#${words}`);
+async function handleServerState(status, seconds) {
+  const countdown = ` Retrying in ${Math.max(seconds, 1)} s.`;
+  if (status === "unreachable") return showBanner("The server is unreachable; your view is kept.", 0, "Try now", countdown);
+  if (status === "busy") return showBanner("The server is busy.", 0, "Try now", countdown);
+  showBanner("The server is back.", 2500);
+  const newModel = await request("/v1/model"), same = (key) => JSON.stringify(newModel[key]) === JSON.stringify(model[key]);
+  if (!model || Object.keys(newModel).every(same)) return;
+  updateUrl();
+  if (!["grid", "prefix_tokens", "depth", "num_heads"].every(same)) {  // another grid: hidden patches and the query do not apply to it
+    const parameters = new URLSearchParams(location.hash.slice(1)), keptParameters = ["image", "image2", "show", "show2", "paint", "fill"];
+    for (const name of [...parameters.keys()]) if (!keptParameters.includes(name)) parameters.delete(name);
+    history.replaceState(null, "", `#${parameters}`);
   }
   sessionStorage.setItem("vitrail-other", "yes");
   location.reload();
 }
 
-start().catch((error) => banner(capital(error.message)));
+start().catch((error) => showBanner(capitalize(error.message)));

@@ -1,4 +1,4 @@
-// How values between 0 and 1 become colors. Both ways read in gray and for every eye.
+// Color scales for values from 0 to 1. Both are readable in grayscale and with color blindness.
 
 const VIRIDIS = [
   [68, 1, 84], [72, 24, 106], [71, 45, 123], [66, 64, 134], [59, 82, 139], [51, 99, 141], [44, 114, 142], [38, 130, 142],
@@ -7,13 +7,13 @@ const VIRIDIS = [
 ];
 
 export function viridis(value) {
-  const place = Math.min(Math.max(value, 0), 1) * (VIRIDIS.length - 1), first = Math.min(Math.floor(place), VIRIDIS.length - 2);
-  const part = place - first, [a, b] = [VIRIDIS[first], VIRIDIS[first + 1]];
-  return `rgb(${a.map((from, i) => Math.round(from + (b[i] - from) * part)).join(" ")})`;
+  const position = Math.min(Math.max(value, 0), 1) * (VIRIDIS.length - 1), index = Math.min(Math.floor(position), VIRIDIS.length - 2);
+  const fraction = position - index, [a, b] = [VIRIDIS[index], VIRIDIS[index + 1]];
+  return `rgb(${a.map((start, i) => Math.round(start + (b[i] - start) * fraction)).join(" ")})`;
 }
 
-/** How dark a patch of glass is: dusk where there is nothing, so that the image is still seen, and clear where there is most. */
-export const night = (value) => 0.74 * (1 - Math.min(Math.max(value, 0), 1) ** 0.7);
+/** Opacity of the dark overlay on a patch: 0 at value 1, at most 0.74, so that the image stays visible. */
+export const shade = (value) => 0.74 * (1 - Math.min(Math.max(value, 0), 1) ** 0.7);
 
-export const NIGHT = "14 12 24";
-export const LEAD = "rgb(14 12 24 / .5)";
+export const SHADE_COLOR = "14 12 24";
+export const GRID_COLOR = "rgb(14 12 24 / .5)";

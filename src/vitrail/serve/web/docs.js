@@ -1,32 +1,32 @@
-// The page about the API, written from /openapi.json.
+// The API documentation page, generated from /openapi.json.
 
-import { short } from "./formatting.js";
-import { ask, listen } from "./server.js";
-import { askToken } from "./token.js";
+import { truncate } from "./formatting.js";
+import { request, setListeners } from "./server.js";
+import { requestToken } from "./token.js";
 
-const IMAGE = "cat.jpg";
-const QUOTED = /^[\w./:-]+$/;
+const EXAMPLE_IMAGE = "cat.jpg";
+const UNQUOTED_URL = /^[\w./:-]+$/;
 
-function follow(schema, whole) {
+function resolveRef(schema, spec) {
   if (!schema || !schema.$ref) return schema || {};
-  return schema.$ref.slice(2).split("/").reduce((at, name) => at[name], whole);
+  return schema.$ref.slice(2).split("/").reduce((node, name) => node[name], spec);
 }
 
-// A value that fits a schema, as an example.
-function sample(given, whole, name = "") {
-  const schema = follow(given, whole);
+// An example value of a schema.
+function exampleOf(schemaOrRef, spec, name = "") {
+  const schema = resolveRef(schemaOrRef, spec);
   if (schema.examples) return schema.examples[0];
-  if (schema.anyOf) return sample(schema.anyOf[0], whole, name);
+  if (schema.anyOf) return exampleOf(schema.anyOf[0], spec, name);
   if (schema.const !== undefined) return schema.const;
   if (schema.enum) return schema.enum[0];
   switch (schema.type) {
     case "object":
       if (schema.properties) {
-        return Object.fromEntries(Object.entries(schema.properties).map(([key, one]) => [key, sample(one, whole, key)]));
+        return Object.fromEntries(Object.entries(schema.properties).map(([key, item]) => [key, exampleOf(item, spec, key)]));
       }
-      return schema.additionalProperties ? { rollout: sample(schema.additionalProperties, whole) } : {};
+      return schema.additionalProperties ? { rollout: exampleOf(schema.additionalProperties, spec) } : {};
     case "array":
-      return [sample(schema.items, whole, name)];
+      return [exampleOf(schema.items, spec, name)];
     case "integer":
       return 1;
     case "number":
@@ -38,38 +38,38 @@ function sample(given, whole, name = "") {
   }
 }
 
-function word(schema) {
-  if (schema.anyOf) return schema.anyOf.map(word).filter((one) => one !== "null").join(" or ");
-  if (schema.enum) return schema.enum.map((one) => short(String(one), 24) || "(no name)").join(", ");
-  if (schema.type === "array") return schema.items.enum ? `some of ${word(schema.items)}` : `list of ${word(schema.items)}s`;
+function typeName(schema) {
+  if (schema.anyOf) return schema.anyOf.map(typeName).filter((item) => item !== "null").join(" or ");
+  if (schema.enum) return schema.enum.map((item) => truncate(String(item), 24) || "(no name)").join(", ");
+  if (schema.type === "array") return schema.items.enum ? `any of ${typeName(schema.items)}` : `list of ${typeName(schema.items)}s`;
   return schema.type || "value";
 }
 
-// What the parts of an answer mean, by their place in it.
-function meanings(given, whole, place = "") {
-  const schema = follow(given, whole);
-  const found = given?.description && place ? [[place, given.description]] : [];
-  if (schema.type === "array") return [...found, ...meanings(schema.items, whole, `${place}[]`)];
-  if (schema.additionalProperties?.$ref) return [...found, ...meanings(schema.additionalProperties, whole, `${place}.*`)];
-  for (const [name, one] of Object.entries(schema.properties || {})) {
-    found.push(...meanings(one, whole, place ? `${place}.${name}` : name));
+// [path, description] of every field of a response.
+function fieldDescriptions(schemaOrRef, spec, path = "") {
+  const schema = resolveRef(schemaOrRef, spec);
+  const rows = schemaOrRef?.description && path ? [[path, schemaOrRef.description]] : [];
+  if (schema.type === "array") return [...rows, ...fieldDescriptions(schema.items, spec, `${path}[]`)];
+  if (schema.additionalProperties?.$ref) return [...rows, ...fieldDescriptions(schema.additionalProperties, spec, `${path}.*`)];
+  for (const [name, item] of Object.entries(schema.properties || {})) {
+    rows.push(...fieldDescriptions(item, spec, path ? `${path}.${name}` : name));
   }
-  return found;
+  return rows;
 }
 
-function command(method, path, operation) {
-  const address = `${location.origin}${path}`;
-  const shell = QUOTED.test(address) ? address : `'${address}'`;
+function curlCommands(method, path, operation) {
+  const url = `${location.origin}${path}`;
+  const shellUrl = UNQUOTED_URL.test(url) ? url : `'${url}'`;
   const token = operation.responses["401"] ? " -H 'Authorization: Bearer TOKEN'" : "";
-  if (method === "get") return `curl${token} ${shell}`;
+  if (method === "get") return `curl${token} ${shellUrl}`;
   return [
-    `curl${token} -F image=@${IMAGE} ${shell}`,
-    `curl${token} -H 'Content-Type: image/jpeg' --data-binary @${IMAGE} ${shell}`,
-    `echo "{\\"image\\": \\"$(base64 -w0 ${IMAGE})\\"}" |\n  curl${token} --json @- ${shell}`,
+    `curl${token} -F image=@${EXAMPLE_IMAGE} ${shellUrl}`,
+    `curl${token} -H 'Content-Type: image/jpeg' --data-binary @${EXAMPLE_IMAGE} ${shellUrl}`,
+    `echo "{\\"image\\": \\"$(base64 -w0 ${EXAMPLE_IMAGE})\\"}" |\n  curl${token} --json @- ${shellUrl}`,
   ].join("\n");
 }
 
-function row(...cells) {
+function makeRow(...cells) {
   const line = document.createElement("tr");
   for (const text of cells) {
     const cell = document.createElement(cells.indexOf(text) ? "td" : "th");
@@ -79,63 +79,63 @@ function row(...cells) {
   return line;
 }
 
-function section(method, path, operation, whole) {
-  const found = document.getElementById("route").content.cloneNode(true);
-  const part = (name) => found.querySelector(name);
+function routeSection(method, path, operation, spec) {
+  const fragment = document.getElementById("route-template").content.cloneNode(true);
+  const find = (selector) => fragment.querySelector(selector);
   const id = `${method}${path.replaceAll("/", "-")}`;
-  part("section").id = id;
-  part(".method").textContent = method.toUpperCase();
-  part(".path").textContent = path;
-  part(".about").textContent = operation.description || operation.summary || "";
-  part(".example code").textContent = command(method, path, operation);
-  part(".copy").addEventListener("click", (event) => {
-    navigator.clipboard?.writeText(command(method, path, operation));
+  find("section").id = id;
+  find(".method").textContent = method.toUpperCase();
+  find(".path").textContent = path;
+  find(".description").textContent = operation.description || operation.summary || "";
+  find(".example code").textContent = curlCommands(method, path, operation);
+  find(".copy").addEventListener("click", (event) => {
+    navigator.clipboard?.writeText(curlCommands(method, path, operation));
     event.target.textContent = "Copied";
   });
   const parameters = operation.parameters || [];
-  for (const one of parameters) {
-    const where = one.in === "header" ? "header" : word(one.schema);
-    part(".values tbody").append(row(one.name, where, one.description || ""));
+  for (const item of parameters) {
+    const kind = item.in === "header" ? "header" : typeName(item.schema);
+    find(".parameters tbody").append(makeRow(item.name, kind, item.description || ""));
   }
-  part(".values").hidden = !parameters.length;
+  find(".parameters").hidden = !parameters.length;
   if (operation.requestBody) {
-    part(".bodies").hidden = false;
-    part(".bodies p").textContent = `${Object.keys(operation.requestBody.content).join(", ")}. Values go beside the ` +
-      "image: as fields of the form, as keys of the JSON, or in the address. A list is repeated, or JSON.";
+    find(".request-body").hidden = false;
+    find(".request-body p").textContent = `${Object.keys(operation.requestBody.content).join(", ")}. Send parameters with ` +
+      "the image: as form fields, JSON keys or query parameters. A list is a repeated parameter or a JSON array.";
   }
   const { content = {}, description } = operation.responses["200"];
-  part(".answer p").textContent = description === "Successful Response" ? "" : description;
-  const [kind, media] = Object.entries(content)[0] || ["", {}];
-  part(".answer code").textContent = kind === "application/json"
-    ? JSON.stringify(sample(media.schema, whole), null, 2)
-    : `${kind || "nothing"}`;
-  const means = media.schema ? meanings(media.schema, whole) : [];
-  part(".fields").hidden = !means.length;
-  part(".fields tbody").append(...means.map((pair) => row(...pair)));
-  for (const [status, about] of Object.entries(operation.responses)) {
+  find(".response p").textContent = description === "Successful Response" ? "" : description;
+  const [mediaType, media] = Object.entries(content)[0] || ["", {}];
+  find(".response code").textContent = mediaType === "application/json"
+    ? JSON.stringify(exampleOf(media.schema, spec), null, 2)
+    : `${mediaType || "(empty)"}`;
+  const descriptions = media.schema ? fieldDescriptions(media.schema, spec) : [];
+  find(".response-fields").hidden = !descriptions.length;
+  find(".response-fields tbody").append(...descriptions.map((pair) => makeRow(...pair)));
+  for (const [status, response] of Object.entries(operation.responses)) {
     if (status === "200") continue;
-    part(".errors").hidden = false;
-    part(".errors tbody").append(row(status, about.description));
+    find(".errors").hidden = false;
+    find(".errors tbody").append(makeRow(status, response.description));
   }
-  return [id, found];
+  return [id, fragment];
 }
 
-function tell(text) { document.getElementById("summary").textContent = text; }
+function setSummary(text) { document.getElementById("summary").textContent = text; }
 
 async function main() {
-  listen({ token: askToken, state: (kind) => kind === "fine" || tell("The server is unreachable; retrying.") });
-  const whole = await ask("/openapi.json");
-  const { name } = whole.components.schemas.ModelResponse.examples[0];
-  Object.assign(document.getElementById("name"), { textContent: name, title: name, dir: "auto" });
-  tell(`${whole.info.summary.replace(name, () => short(name))} ${whole.info.description} Version ${whole.info.version}.`);
-  for (const [path, methods] of Object.entries(whole.paths)) {
+  setListeners({ requestToken, onServerState: (status) => status === "ok" || setSummary("The server is unreachable; retrying.") });
+  const spec = await request("/openapi.json");
+  const { name } = spec.components.schemas.ModelResponse.examples[0];
+  Object.assign(document.getElementById("model-name"), { textContent: name, title: name, dir: "auto" });
+  setSummary(`${spec.info.summary.replace(name, () => truncate(name))} ${spec.info.description} Version ${spec.info.version}.`);
+  for (const [path, methods] of Object.entries(spec.paths)) {
     for (const [method, operation] of Object.entries(methods)) {
-      const [id, made] = section(method, path, operation, whole);
+      const [id, fragment] = routeSection(method, path, operation, spec);
       const link = document.createElement("a");
       link.href = `#${id}`;
       link.textContent = path;
       document.getElementById("contents").append(link);
-      document.getElementById("routes").append(made);
+      document.getElementById("routes").append(fragment);
     }
   }
   if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
@@ -148,4 +148,4 @@ document.getElementById("theme").addEventListener("click", () => {
   try { localStorage.setItem("vitrail-theme", root.dataset.theme); } catch { /* a private window */ }
 });
 
-main().catch((error) => tell(`This page cannot be shown: ${error.message}`));
+main().catch((error) => setSummary(`This page cannot be shown: ${error.message}`));

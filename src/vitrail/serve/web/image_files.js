@@ -1,67 +1,67 @@
 // Reads images from files, the clipboard and the camera; stores them in the browser so that links can restore them.
 
-const KEPT = 16;  // images remembered
+const MAX_STORED_IMAGES = 16;
 
 export const isImage = (file) => Boolean(file) && (file.type.startsWith("image/") || /\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic)$/i.test(file.name ?? ""));
 
-/** The first image among what was dropped or pasted. */
-export const imageIn = (transfer) => [...(transfer?.files ?? [])].find(isImage) ?? null;
+/** The first image of a drop, a paste or a file input; null without one. */
+export const firstImage = (dataTransfer) => [...(dataTransfer?.files ?? [])].find(isImage) ?? null;
 
-/** A hash of the bytes: the same image has the same link. */
-export async function keyOf(blob) {
+/** A hash of the bytes, so that the same image has the same link. */
+export async function hashOf(blob) {
   const data = await blob.arrayBuffer();
   if (globalThis.crypto?.subtle) {
     const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", data));
     return [...digest.slice(0, 8)].map((byte) => byte.toString(16).padStart(2, "0")).join("");
   }
-  let hash = 0x811c9dc5;  // FNV-1a: pages that came without TLS have no crypto.subtle
+  let hash = 0x811c9dc5;  // FNV-1a: pages loaded without TLS have no crypto.subtle
   for (const byte of new Uint8Array(data)) hash = Math.imul(hash ^ byte, 0x01000193) >>> 0;
   return hash.toString(16).padStart(8, "0") + data.byteLength.toString(16);
 }
 
-function store(mode) {
+function openStore(mode) {
   return new Promise((resolve, reject) => {
-    const opening = indexedDB.open("vitrail", 1);
-    opening.onupgradeneeded = () => opening.result.createObjectStore("images", { keyPath: "key" });
-    opening.onerror = () => reject(opening.error);
-    opening.onsuccess = () => resolve(opening.result.transaction("images", mode).objectStore("images"));
+    const openRequest = indexedDB.open("vitrail", 1);
+    openRequest.onupgradeneeded = () => openRequest.result.createObjectStore("images", { keyPath: "key" });
+    openRequest.onerror = () => reject(openRequest.error);
+    openRequest.onsuccess = () => resolve(openRequest.result.transaction("images", mode).objectStore("images"));
   });
 }
 
-const result = (request) => new Promise((resolve, reject) => {
+const resultOf = (request) => new Promise((resolve, reject) => {
   request.onsuccess = () => resolve(request.result);
   request.onerror = () => reject(request.error);
 });
 
 /** Stores an image for links and deletes the oldest ones. False if the browser stores nothing (a private window). */
-export async function remember(key, blob) {
+export async function storeImage(key, blob) {
   try {
-    const when = Date.now(), put = async (record) => result((await store("readwrite")).put(record));
-    const bare = async () => put({ key, data: await blob.arrayBuffer(), type: blob.type, when });
-    await put({ key, blob, when }).catch(bare);  // WebKit keeps no blobs in a private window
-    const images = await store("readwrite");
-    const all = await result(images.getAll());
-    all.sort((a, b) => b.when - a.when).slice(KEPT).forEach((old) => images.delete(old.key));
+    const storedAt = Date.now(), put = async (record) => resultOf((await openStore("readwrite")).put(record));
+    const putBytes = async () => put({ key, data: await blob.arrayBuffer(), type: blob.type, when: storedAt });
+    await put({ key, blob, when: storedAt }).catch(putBytes);  // WebKit stores no blobs in a private window
+    const store = await openStore("readwrite");
+    const records = await resultOf(store.getAll());
+    records.sort((a, b) => b.when - a.when).slice(MAX_STORED_IMAGES).forEach((record) => store.delete(record.key));
     return true;
   } catch {
     return false;
   }
 }
 
-export async function recall(key) {
+export async function loadImage(key) {
   try {
-    const { blob, data, type } = await result((await store("readonly")).get(key));
+    const { blob, data, type } = await resultOf((await openStore("readonly")).get(key));
     return blob ?? new Blob([data], { type });
   } catch { return null; }
 }
 
 /** The image, resized if it exceeds the server's limits, and a note that says so. */
-export async function fitting(blob, limits) {
+export async function fitToLimits(blob, limits) {
   let bitmap = null;
-  try { bitmap = await createImageBitmap(blob); } catch { return { blob, note: "" }; }  // the server will say what is wrong
+  try { bitmap = await createImageBitmap(blob); } catch { return { blob, note: "" }; }  // the server reports the error
   const pixels = bitmap.width * bitmap.height;
-  const room = 0.98 * limits.max_bytes - 4096;
-  if (blob.size <= room && pixels <= limits.max_pixels) { bitmap.close(); return { blob, note: "" }; }
+  const maxBytes = 0.98 * limits.max_bytes - 4096;
+  if (blob.size <= maxBytes && pixels <= limits.max_pixels) { bitmap.close(); return { blob, note: "" }; }
   const scale = Math.min(1, 2048 / Math.max(bitmap.width, bitmap.height));
   const canvas = new OffscreenCanvas(Math.max(1, Math.round(bitmap.width * scale)), Math.max(1, Math.round(bitmap.height * scale)));
   canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
@@ -70,30 +70,30 @@ export async function fitting(blob, limits) {
   return { blob: smaller, note: `The image is larger than the server accepts: it was resized to ${canvas.width} × ${canvas.height} pixels.` };
 }
 
-/** Fills the dialog with what the camera sees; resolves with an image, or null. However it ends, the camera is off. */
-export async function takeImage(box) {
+/** Shows the camera in the dialog; resolves with a photo, or null if cancelled. The camera is always switched off at the end. */
+export async function takePhoto(dialog) {
   const stream = await navigator.mediaDevices.getUserMedia({ video: { facingMode: "environment", width: { ideal: 1280 } } });
-  const video = box.querySelector("video");
-  const taken = new Promise((resolve) => {
-    const end = (blob) => {
+  const video = dialog.querySelector("video");
+  const photo = new Promise((resolve) => {
+    const finish = (blob) => {
       stream.getTracks().forEach((track) => track.stop());
       video.srcObject = null;
-      box.onclose = null;
-      if (box.open) box.close();
+      dialog.onclose = null;
+      if (dialog.open) dialog.close();
       resolve(blob);
     };
-    box.onclose = () => end(null);
-    box.querySelector("#camera-stop").onclick = () => end(null);
-    box.querySelector("#camera-take").onclick = () => {
-      if (!video.videoWidth) return;  // it has shown nothing yet
+    dialog.onclose = () => finish(null);
+    dialog.querySelector("#camera-cancel").onclick = () => finish(null);
+    dialog.querySelector("#camera-take").onclick = () => {
+      if (!video.videoWidth) return;  // no frame yet
       const canvas = document.createElement("canvas");
       [canvas.width, canvas.height] = [video.videoWidth, video.videoHeight];
       canvas.getContext("2d").drawImage(video, 0, 0);
-      canvas.toBlob(end, "image/jpeg", 0.95);
+      canvas.toBlob(finish, "image/jpeg", 0.95);
     };
   });
   video.srcObject = stream;
-  box.showModal();
-  video.play().catch(() => {});  // called off before it began
-  return taken;
+  dialog.showModal();
+  video.play().catch(() => {});  // closed before playback started
+  return photo;
 }

@@ -1,195 +1,198 @@
 // The state of one image: its hidden patches and the server's responses so far.
 
-import { bytes, cosine, layerOf, mapOf, partialOf } from "./attention.js";
-import { ask, form, latest } from "./server.js";
+import { cosine, decodeBytes, parseLayer, parseMap, parsePartialMap } from "./attention.js";
+import { imageForm, latest, request } from "./server.js";
 
-const SHOWN = 5, KNOWN = 50;  // classes in the bars; classes whose earlier score is remembered
-const KEPT = ["source", "blob", "name", "hide", "past", "image", "before", "top", "now", "whole", "kept", "embedding", "distance", "uniform", "grid", "stale", "layers", "maps"];
+const NUM_BARS = 5, NUM_SCORES = 50;  // classes shown as bars; classes whose baseline score is stored
+const RESTORED_FIELDS = ["source", "blob", "name", "hiddenPatches", "undoStack", "image", "baselineScores", "baselineTop", "predictions", "baselineEmbedding", "similarity", "embedding", "distance", "uniformDistance", "grid", "stale", "layers", "maps"];
 
 export class ImageState {
-  constructor(model, changed, failed) {
-    Object.assign(this, { model, changed, failed, source: null, name: "", blob: null, image: null, fill: "mean" });
-    this.hide = new Set();
-    this.past = [];  // earlier sets of hidden patches
+  constructor(model, onChange, onError) {
+    Object.assign(this, { model, onChange, onError, source: null, name: "", blob: null, image: null, fill: "mean" });
+    this.hiddenPatches = new Set();
+    this.undoStack = [];  // earlier sets of hidden patches
     this.reset();
-    this.predicting = latest((signal) => this.predict(signal), 40);
-    this.explaining = latest((signal) => this.explain(signal), 0);
-    this.fetching = latest((signal, wanted) => this.fetchMissing(signal, wanted), 30);
+    this.predictTask = latest((signal) => this.predict(signal), 40);
+    this.explainTask = latest((signal) => this.explain(signal), 0);
+    this.fetchTask = latest((signal, needed) => this.fetchMissing(signal, needed), 30);
   }
 
   reset() {
-    Object.assign(this, { before: null, top: null, now: null, whole: null, kept: null, distance: [], uniform: 0, grid: this.model.grid, stale: true });
+    Object.assign(this, { baselineScores: null, baselineTop: null, predictions: null, baselineEmbedding: null, similarity: null, distance: [], uniformDistance: 0, grid: this.model.grid, stale: true });
     this.layers = new Map();
     this.maps = new Map();
     this.cancelFetch();
-    this.failedKeys = new Set();  // what was asked for and refused
+    this.failedKeys = new Set();  // layers and methods whose request failed
   }
 
+  /** Number of patches. */
   get patches() { return this.grid ? this.grid.rows * this.grid.columns : 0; }
-  get values() { return { hide: this.hide.size ? [...this.hide].sort((a, b) => a - b) : undefined, fill: this.hide.size ? this.fill : undefined }; }
+  /** Form fields of every request. */
+  get parameters() { return { hide: this.hiddenPatches.size ? [...this.hiddenPatches].sort((a, b) => a - b) : undefined, fill: this.hiddenPatches.size ? this.fill : undefined }; }
 
   /** Sets another image with these hidden patches. The previous one is kept until the server has accepted this one. */
-  put(source, blob, name, hide = new Set()) {
-    this.stop();
-    if (this.image || !this.last) this.last = Object.fromEntries(KEPT.map((key) => [key, this[key]]));
-    Object.assign(this, { source, blob, name, hide: new Set(hide), past: [], image: null });
+  setImage(source, blob, name, hiddenPatches = new Set()) {
+    this.cancelAll();
+    if (this.image || !this.previous) this.previous = Object.fromEntries(RESTORED_FIELDS.map((key) => [key, this[key]]));
+    Object.assign(this, { source, blob, name, hiddenPatches: new Set(hiddenPatches), undoStack: [], image: null });
     this.reset();
-    this.send();
+    this.refresh();
   }
 
-  stop() {
-    clearTimeout(this.later);
-    for (const work of [this.predicting, this.explaining]) work.cancel();
+  cancelAll() {
+    clearTimeout(this.explainTimer);
+    for (const task of [this.predictTask, this.explainTask]) task.cancel();
     this.cancelFetch();
   }
 
-  /** Sets the hidden patches. */
-  cover(patches, remember = true) {
-    if (remember) this.past.push(this.hide);
-    this.hide = new Set(patches);
+  /** Sets the hidden patches and updates the prediction and the explanation. */
+  setHidden(patches, undoable = true) {
+    if (undoable) this.undoStack.push(this.hiddenPatches);
+    this.hiddenPatches = new Set(patches);
     this.stale = true;
     this.cancelFetch();
-    this.send(true);
-    this.changed(this);
+    this.refresh(true);
+    this.onChange(this);
   }
 
   undo() {
-    if (this.past.length) this.cover(this.past.pop(), false);
+    if (this.undoStack.length) this.setHidden(this.undoStack.pop(), false);
   }
 
   /** Requests the prediction first, then the explanation. */
-  send(soon = false) {
+  refresh(delayed = false) {
     if (!this.blob) return;
-    const tell = (error) => this.fail(error);
-    this.predicting.start().catch(tell);
-    this.explaining.cancel();
-    clearTimeout(this.later);
-    this.later = setTimeout(() => this.explaining.start().catch(tell), soon ? 220 : 0);
+    const onError = (error) => this.handleError(error);
+    this.predictTask.start().catch(onError);
+    this.explainTask.cancel();
+    clearTimeout(this.explainTimer);
+    this.explainTimer = setTimeout(() => this.explainTask.start().catch(onError), delayed ? 220 : 0);
   }
 
   /** Restores the previous image if the server rejects this one. */
-  fail(error) {
+  handleError(error) {
     if (!this.image) {
-      this.stop();
-      Object.assign(this, this.last);
-      if (this.blob && this.stale) this.send();
+      this.cancelAll();
+      Object.assign(this, this.previous);
+      if (this.blob && this.stale) this.refresh();
     }
-    this.failed(this, error);
+    this.onError(this, error);
   }
 
   async predict(signal) {
-    const found = await this.quick(this.values, signal);
-    const whole = this.hide.size && !(this.before ?? this.whole) ? await this.quick({}, signal) : null;  // a link came with them hidden
+    const result = await this.requestOutput(this.parameters, signal);
+    const baseline = this.hiddenPatches.size && !(this.baselineScores ?? this.baselineEmbedding) ? await this.requestOutput({}, signal) : null;  // opened from a link with hidden patches
     if (this.model.num_classes) {
-      if (whole) this.remember(whole.predictions);
-      this.tell(found.predictions);
+      if (baseline) this.setBaseline(baseline.predictions);
+      this.setPredictions(result.predictions);
     } else {
-      this.wholeOnly = !found;
-      if (!found) return this.changed(this);
-      if (whole || !this.hide.size) this.whole = (whole ?? found).embedding;
-      this.embedding = found.embedding;
-      this.kept = this.hide.size ? cosine(this.whole, found.embedding) : null;
+      this.wholeImagesOnly = !result;
+      if (!result) return this.onChange(this);
+      if (baseline || !this.hiddenPatches.size) this.baselineEmbedding = (baseline ?? result).embedding;
+      this.embedding = result.embedding;
+      this.similarity = this.hiddenPatches.size ? cosine(this.baselineEmbedding, result.embedding) : null;
     }
-    this.changed(this);
+    this.onChange(this);
   }
 
-  async quick(values, signal) {
-    const { num_classes } = this.model, top = num_classes ? Math.min(KNOWN, num_classes) : undefined;
-    const body = form(this.blob, { ...values, top });
-    if (num_classes) return (await ask("/v1/predict", { body, what: "Running the model", signal })).results[0];
-    const found = ask("/v1/embed", { body, what: "Running the model", signal });
-    return (await found.catch((error) => { if (error.status === 400 && values.hide) return null; throw error; }))?.results[0];
+  async requestOutput(parameters, signal) {
+    const { num_classes } = this.model, top = num_classes ? Math.min(NUM_SCORES, num_classes) : undefined;
+    const body = imageForm(this.blob, { ...parameters, top });
+    if (num_classes) return (await request("/v1/predict", { body, description: "Running the model", signal })).results[0];
+    const result = request("/v1/embed", { body, description: "Running the model", signal });
+    return (await result.catch((error) => { if (error.status === 400 && parameters.hide) return null; throw error; }))?.results[0];
   }
 
-  tell(predictions) {
-    if (!this.hide.size) this.remember(predictions);
-    this.now = predictions.slice(0, SHOWN);
+  setPredictions(predictions) {
+    if (!this.hiddenPatches.size) this.setBaseline(predictions);
+    this.predictions = predictions.slice(0, NUM_BARS);
   }
 
   /** Stores the predictions without hidden patches. */
-  remember(predictions) { Object.assign(this, { before: scores(predictions), top: predictions[0] }); }
+  setBaseline(predictions) { Object.assign(this, { baselineScores: scores(predictions), baselineTop: predictions[0] }); }
 
   async explain(signal) {
-    if (!this.model.methods.length) return this.show(signal);
+    if (!this.model.methods.length) return this.loadInput(signal);
     const { blob } = this, methods = this.model.methods.includes("rollout") ? ["rollout"] : this.model.methods.slice(0, 1);
-    const answer = await ask("/v1/explain", { body: form(blob, { ...this.values, methods }), what: "Running the model", signal });
-    const image = this.image ?? (await decodeImage(answer.image));
+    const response = await request("/v1/explain", { body: imageForm(blob, { ...this.parameters, methods }), description: "Running the model", signal });
+    const image = this.image ?? (await decodeImage(response.image));
     if (signal.aborted) return;
     this.layers = new Map();
     this.maps = new Map();
     this.cancelFetch();
     this.failedKeys = new Set();
-    if (!this.now && answer.predictions.length) this.tell(answer.predictions);
-    Object.assign(this, { image, stale: false, grid: answer.grid ?? this.grid, distance: answer.attention_distance ?? [], uniform: answer.uniform_attention_distance });
-    this.take(answer);
-    this.changed(this);
+    if (!this.predictions && response.predictions.length) this.setPredictions(response.predictions);
+    Object.assign(this, { image, stale: false, grid: response.grid ?? this.grid, distance: response.attention_distance ?? [], uniformDistance: response.uniform_attention_distance });
+    this.addResults(response);
+    this.onChange(this);
   }
 
   /** For models without explanations: shows the image as the model receives it. */
-  async show(signal) {
-    const seen = async () => decodeImage((await ask("/v1/preprocess", { body: form(this.blob, {}), what: "Running the model", signal })).image);
-    const image = this.image ?? (await seen());
+  async loadInput(signal) {
+    const fetchInput = async () => decodeImage((await request("/v1/preprocess", { body: imageForm(this.blob, {}), description: "Running the model", signal })).image);
+    const image = this.image ?? (await fetchInput());
     if (signal.aborted) return;
     Object.assign(this, { image, stale: false });
-    this.changed(this);
+    this.onChange(this);
   }
 
-  take(answer) {
-    for (const layer of answer.attention) this.layers.set(layer.layer, layerOf(layer));
-    for (const [name, map] of Object.entries(answer.maps)) this.maps.set(name, mapOf(map));
+  /** Stores the layers and maps of a response. */
+  addResults(response) {
+    for (const layer of response.attention) this.layers.set(layer.layer, parseLayer(layer));
+    for (const [name, map] of Object.entries(response.maps)) this.maps.set(name, parseMap(map));
   }
 
-  map(method) { return this.maps.get(method) ?? (this.partial?.method === method ? this.partial.values : null); }
+  mapValues(method) { return this.maps.get(method) ?? (this.partial?.method === method ? this.partial.values : null); }
 
   /** Requests missing layers and maps, one at a time; cancels a request that is no longer needed. */
-  want(wants) {
-    const key = ({ layer, method }) => layer ?? method, has = ({ layer, method }) => (layer ? this.layers.has(layer) : this.maps.has(method));
-    if (this.wanted && !wants.some((one) => key(one) === key(this.wanted))) this.cancelFetch();
-    const next = wants.find((one) => !has(one) && !this.failedKeys.has(key(one)));
-    if (!next || this.wanted || !this.image || this.stale) return;
+  fetchNeeded(needs) {
+    const key = ({ layer, method }) => layer ?? method, isLoaded = ({ layer, method }) => (layer ? this.layers.has(layer) : this.maps.has(method));
+    if (this.currentFetch && !needs.some((need) => key(need) === key(this.currentFetch))) this.cancelFetch();
+    const next = needs.find((need) => !isLoaded(need) && !this.failedKeys.has(key(need)));
+    if (!next || this.currentFetch || !this.image || this.stale) return;
     this.cancelFetch();
-    const mine = (this.wanted = next), ended = () => { if (this.wanted === mine) this.wanted = null; };
-    this.fetching.start(mine).finally(ended).catch((error) => { this.failedKeys.add(key(mine)); this.partial = null; this.fail(error); });
+    const current = (this.currentFetch = next), onEnd = () => { if (this.currentFetch === current) this.currentFetch = null; };
+    this.fetchTask.start(current).finally(onEnd).catch((error) => { this.failedKeys.add(key(current)); this.partial = null; this.handleError(error); });
   }
 
   /** Cancels the running request and drops its partial result. */
   cancelFetch() {
-    this.fetching?.cancel();
-    Object.assign(this, { wanted: null, partial: null, stopped: null });
+    this.fetchTask?.cancel();
+    Object.assign(this, { currentFetch: null, partial: null, stoppedMethod: null });
   }
 
   /** Stops the running request but keeps its partial result, until resume(). */
-  stopFetching() {
-    if (!this.wanted) return;
-    const { wanted: { method }, partial } = this;
+  stopFetch() {
+    if (!this.currentFetch) return;
+    const { currentFetch: { method }, partial } = this;
     this.cancelFetch();
-    Object.assign(this, { partial, stopped: method });
+    Object.assign(this, { partial, stoppedMethod: method });
     this.failedKeys.add(method);
-    this.changed(this);
+    this.onChange(this);
   }
 
   /** Allows a map that was stopped or failed to be requested again. */
   resume(method) {
-    if (this.failedKeys.delete(method) && this.stopped === method) this.cancelFetch();
+    if (this.failedKeys.delete(method) && this.stoppedMethod === method) this.cancelFetch();
   }
 
   async fetchMissing(signal, { layer, method }) {
-    const values = { ...this.values, layers: layer ? [layer] : [], methods: method ? [method] : [] };
-    const what = method ? `Computing ${method}` : `Loading layer ${layer}`;
-    const partial = method && ((found) => this.grow(signal, method, found[method]));
-    const answer = await ask("/v1/explain", { body: form(this.blob, values), what, signal, partial });
+    const parameters = { ...this.parameters, layers: layer ? [layer] : [], methods: method ? [method] : [] };
+    const description = method ? `Computing ${method}` : `Loading layer ${layer}`;
+    const partial = method && ((result) => this.addPartialMap(signal, method, result[method]));
+    const response = await request("/v1/explain", { body: imageForm(this.blob, parameters), description, signal, partial });
     if (signal.aborted || this.stale) return;
-    this.take(answer);
-    this.partial = this.wanted = null;
-    this.changed(this);
+    this.addResults(response);
+    this.partial = this.currentFetch = null;
+    this.onChange(this);
   }
 
   /** Stores a partial map. */
-  grow(signal, method, map) {
+  addPartialMap(signal, method, map) {
     const { done, total } = map;
     if (signal.aborted || this.stale) return null;
-    this.partial = { method, values: partialOf(map), done, total };
-    this.changed(this);
+    this.partial = { method, values: parsePartialMap(map), done, total };
+    this.onChange(this);
     return { done, total };
   }
 }
@@ -198,5 +201,5 @@ const scores = (predictions) => new Map(predictions.map((p) => [p.index, p.score
 
 async function decodeImage(url) {
   const [kind, data] = url.split(";base64,");
-  return createImageBitmap(new Blob([bytes(data)], { type: kind.replace("data:", "") }));
+  return createImageBitmap(new Blob([decodeBytes(data)], { type: kind.replace("data:", "") }));
 }

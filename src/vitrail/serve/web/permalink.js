@@ -1,8 +1,8 @@
 // The view as a URL fragment: #image=cat&show=attention&layer=12&head=2&ask=5.7&hide=3-7.12
 // Names of the second pane's values end in 2; without image2 it shows the first image.
 
-export const own = (key) => `own:${key}`;
-export const isOwn = (source) => source.startsWith("own:");
+export const userImage = (key) => `own:${key}`;
+export const isUserImage = (source) => source.startsWith("own:");
 
 /** 3,4,5,9 -> "3-5.9" */
 export function writeRanges(numbers) {
@@ -27,71 +27,71 @@ export function readRanges(text, count) {
   return numbers;
 }
 
-/** A token's number -> "class", "register-2", or row.column from 1; null is nobody. */
-export function writeAsk(token, special, columns) {
+/** A token's index -> "class", "register-2", or row.column, counted from 1; null without a query. */
+export function writeQuery(token, prefixTokens, columns) {
   if (token === null) return null;
-  if (token < special.length) return special[token].replaceAll(" ", "-");
-  const patch = token - special.length;
+  if (token < prefixTokens.length) return prefixTokens[token].replaceAll(" ", "-");
+  const patch = token - prefixTokens.length;
   return `${Math.floor(patch / columns) + 1}.${(patch % columns) + 1}`;
 }
 
-export function readAsk(text, special, rows, columns) {
+export function readQuery(text, prefixTokens, rows, columns) {
   if (!text) return null;
-  const place = special.indexOf(text.replaceAll("-", " "));
-  if (place >= 0) return place;
+  const index = prefixTokens.indexOf(text.replaceAll("-", " "));
+  if (index >= 0) return index;
   const match = /^(\d+)\.(\d+)$/.exec(text);
   if (!match) return null;
   const [row, column] = [Number(match[1]) - 1, Number(match[2]) - 1];
-  return row >= 0 && column >= 0 && row < rows && column < columns ? special.length + row * columns + column : null;
+  return row >= 0 && column >= 0 && row < rows && column < columns ? prefixTokens.length + row * columns + column : null;
 }
 
-/** {panes, sheets, ask, paint, fill} -> what stands behind the #. */
-export function writeLink({ panes, sheets, ask, paint, fill }, model) {
-  const words = new URLSearchParams();
+/** The view -> the URL fragment, without #. */
+export function writePermalink({ panes, states, query, colorScale, fill }, model) {
+  const parameters = new URLSearchParams();
   panes.forEach((pane, i) => {
-    const end = i ? String(i + 1) : "", sheet = sheets[pane.sheet];
-    const source = pane.wanted ?? sheet?.source;  // what is on its way already counts
-    if ((!i || pane.wanted || pane.sheet !== panes[0].sheet) && source) {
-      words.set(`image${end}`, source);
-      if (sheet.hide.size && !pane.wanted) words.set(`hide${end}`, writeRanges(sheet.hide));
+    const suffix = i ? String(i + 1) : "", state = states[pane.stateIndex];
+    const source = pane.pendingSource ?? state?.source;  // an image that is still loading is included
+    if ((!i || pane.pendingSource || pane.stateIndex !== panes[0].stateIndex) && source) {
+      parameters.set(`image${suffix}`, source);
+      if (state.hiddenPatches.size && !pane.pendingSource) parameters.set(`hide${suffix}`, writeRanges(state.hiddenPatches));
     }
-    words.set(`show${end}`, pane.show);
-    if (pane.show === "attention") {
-      words.set(`layer${end}`, pane.layer);
-      if (pane.head) words.set(`head${end}`, pane.head);
+    parameters.set(`show${suffix}`, pane.mapName);
+    if (pane.mapName === "attention") {
+      parameters.set(`layer${suffix}`, pane.layer);
+      if (pane.head) parameters.set(`head${suffix}`, pane.head);
     }
   });
-  const asked = writeAsk(ask, model.prefix_tokens, model.grid?.columns ?? 1);
-  if (asked !== null) words.set("ask", asked);
-  if (paint !== "light") words.set("paint", paint);
-  if (fill !== "mean") words.set("fill", fill);
-  return words.toString().replaceAll("%3A", ":");
+  const queryText = writeQuery(query, model.prefix_tokens, model.grid?.columns ?? 1);
+  if (queryText !== null) parameters.set("ask", queryText);
+  if (colorScale !== "light") parameters.set("paint", colorScale);
+  if (fill !== "mean") parameters.set("fill", fill);
+  return parameters.toString().replaceAll("%3A", ":");
 }
 
-const among = (value, allowed) => (allowed.includes(value) ? value : allowed[0]);
-const within = (text, low, high, usual) => (/^\d+$/.test(text ?? "") ? Math.min(Math.max(Number(text), low), high) : usual);
+const oneOf = (value, allowed) => (allowed.includes(value) ? value : allowed[0]);
+const intWithin = (text, low, high, fallback) => (/^\d+$/.test(text ?? "") ? Math.min(Math.max(Number(text), low), high) : fallback);
 
-/** What stands behind the # -> the view; whatever this model does not have becomes the usual. */
-export function readLink(text, model, shows) {
-  const words = new URLSearchParams(text.replace(/^#/, ""));
+/** The URL fragment -> the view. Values that this model does not support are replaced by defaults. */
+export function readPermalink(text, model, mapNames) {
+  const parameters = new URLSearchParams(text.replace(/^#/, ""));
   const { rows, columns } = model.grid ?? { rows: 0, columns: 0 };
-  const ends = words.has("show2") || words.has("image2") ? ["", "2"] : [""];
+  const suffixes = parameters.has("show2") || parameters.has("image2") ? ["", "2"] : [""];
   const sources = [], panes = [];
-  for (const end of ends) {
-    const source = words.get(`image${end}`);
-    if (source || !end) sources.push({ source, hide: readRanges(words.get(`hide${end}`), rows * columns) });
+  for (const suffix of suffixes) {
+    const source = parameters.get(`image${suffix}`);
+    if (source || !suffix) sources.push({ source, hiddenPatches: readRanges(parameters.get(`hide${suffix}`), rows * columns) });
     panes.push({
-      sheet: sources.length - 1,
-      show: among(words.get(`show${end}`), shows),
-      layer: within(words.get(`layer${end}`), 1, model.depth ?? 1, Math.max(1, Math.round((5 / 12) * (model.depth ?? 1)))),
-      head: within(words.get(`head${end}`), 0, model.num_heads ?? 0, 0),
+      stateIndex: sources.length - 1,
+      mapName: oneOf(parameters.get(`show${suffix}`), mapNames),
+      layer: intWithin(parameters.get(`layer${suffix}`), 1, model.depth ?? 1, Math.max(1, Math.round((5 / 12) * (model.depth ?? 1)))),
+      head: intWithin(parameters.get(`head${suffix}`), 0, model.num_heads ?? 0, 0),
     });
   }
   return {
     sources,
     panes,
-    ask: readAsk(words.get("ask"), model.prefix_tokens, rows, columns),
-    paint: among(words.get("paint"), ["light", "heat"]),
-    fill: among(words.get("fill"), ["mean", "blur", "zero"]),
+    query: readQuery(parameters.get("ask"), model.prefix_tokens, rows, columns),
+    colorScale: oneOf(parameters.get("paint"), ["light", "heat"]),
+    fill: oneOf(parameters.get("fill"), ["mean", "blur", "zero"]),
   };
 }

@@ -1,10 +1,10 @@
 // Requests to the server: reports slow ones, waits while it is busy, retries while it is unreachable.
 
-const WAITS = [400, 800, 1600, 3000, 5000];  // milliseconds between attempts
-const AGAIN = [429, 502, 503, 504];  // of the server or of a proxy before it: the page itself sets no deadline
-const SLOW = 300, LONG = 3000;
+const RETRY_DELAYS = [400, 800, 1600, 3000, 5000];  // milliseconds between attempts
+const RETRY_STATUSES = [429, 502, 503, 504];  // sent by the server or by a proxy; the page itself sets no deadline
+const TEXT_AFTER = 300, SECONDS_AFTER = 3000;  // milliseconds until the status shows a text, and the elapsed seconds
 
-export class Refused extends Error {
+export class RequestError extends Error {
   constructor(status, { code, message } = {}) {
     super(message ?? `The server answered ${status}.`);
     this.status = status;
@@ -12,142 +12,142 @@ export class Refused extends Error {
   }
 }
 
-const listeners = { state: () => {}, doing: () => {}, token: async () => "" };
+const listeners = { onServerState: () => {}, onProgress: () => {}, requestToken: async () => "" };
 let token = sessionStorage.getItem("vitrail-token");
-let trouble = false;  // it was away or busy when last heard of
-const waiting = new Set();  // each ends the wait before the next attempt
-let asking = null;  // one dialog for all requests that were refused together
-const running = new Map();  // what is being waited for -> since when
-let ticking = 0;
+let unavailable = false;  // the last response was missing or "busy"
+const pendingRetries = new Set();  // functions that end the wait before the next attempt
+let tokenPrompt = null;  // one dialog for all requests rejected at the same time
+const runningRequests = new Map();  // id -> description, start time, progress
+let progressTimer = 0;
 
-/** `state(kind, seconds)`: "away", "busy" or "fine"; `doing(what, ms, progress)`; `token()` asks the person for one. */
-export function listen(given) { Object.assign(listeners, given); }
-export function tryNow() { for (const wake of waiting) wake(); }
+/** `onServerState(status, seconds)`: "unreachable", "busy" or "ok"; `onProgress(description, ms, progress)`; `requestToken(rejected)` prompts for a token. */
+export function setListeners(callbacks) { Object.assign(listeners, callbacks); }
+export function retryNow() { for (const wake of pendingRetries) wake(); }
 
-/** JSON (or a blob) from the server, retried while it is unreachable; `what` is displayed if it takes long.
+/** JSON (or a blob) from the server, retried while it is unreachable; `description` is displayed if it takes long.
  *  `partial` receives partial results and returns the progress: { done, total }. */
-export async function ask(path, { body, what = "", signal, as = "json", partial } = {}) {
-  const mine = Symbol(what), entry = { what, since: performance.now(), progress: null };
-  const hear = partial && ((found) => { entry.progress = partial(found); });
-  running.set(mine, entry);
-  tick();
+export async function request(path, { body, description = "", signal, as = "json", partial } = {}) {
+  const id = Symbol(description), entry = { description, since: performance.now(), progress: null };
+  const onPartial = partial && ((partialResult) => { entry.progress = partial(partialResult); });
+  runningRequests.set(id, entry);
+  startProgressTimer();
   try {
     for (let attempt = 0; ; attempt++) {
-      const answer = await once(path, body, signal, as, hear);
-      if (trouble && !answer.again) { trouble = false; listeners.state("fine", 0); }  // whatever it answers, it is back
-      if (answer.ok) return answer.found;
-      if (!answer.again) throw answer.error;
-      const wait = answer.after ?? WAITS[Math.min(attempt, WAITS.length - 1)];
-      await pause(wait, answer.kind, signal);
+      const outcome = await attemptRequest(path, body, signal, as, onPartial);
+      if (unavailable && !outcome.retry) { unavailable = false; listeners.onServerState("ok", 0); }  // any response means that it is back
+      if (outcome.ok) return outcome.data;
+      if (!outcome.retry) throw outcome.error;
+      const wait = outcome.retryAfter ?? RETRY_DELAYS[Math.min(attempt, RETRY_DELAYS.length - 1)];
+      await waitToRetry(wait, outcome.status, signal);
     }
   } finally {
-    running.delete(mine);
-    if (!running.size) { clearInterval(ticking); ticking = 0; listeners.doing("", 0); }
+    runningRequests.delete(id);
+    if (!runningRequests.size) { clearInterval(progressTimer); progressTimer = 0; listeners.onProgress("", 0); }
   }
 }
 
-/** The last of the JSON lines of an answer; partial results before it are handed on as they come. */
+/** The last of the JSON lines of a response; `partial` receives the partial results before it. */
 async function lastLine(response, partial) {
   const reader = response.body.getReader(), decoder = new TextDecoder();
-  let rest = "", last = null;
+  let rest = "", result = null;
   for (;;) {
     const { done, value } = await reader.read();
     const lines = (rest + decoder.decode(value, { stream: !done })).split("\n");
     rest = lines.pop();
     for (const line of lines) {
-      const found = JSON.parse(line);
-      if (found.partial) partial(found.partial);
-      else last = found;
+      const data = JSON.parse(line);
+      if (data.partial) partial(data.partial);
+      else result = data;
     }
-    if (done) return last;
+    if (done) return result;
   }
 }
 
-async function once(path, body, signal, as, partial) {
-  let response, found;
+async function attemptRequest(path, body, signal, as, partial) {
+  let response, data;
   const headers = { ...(token && { Authorization: `Bearer ${token}` }), ...(partial && { Accept: "application/x-ndjson" }) };
   try {
     response = await fetch(path, { method: body ? "POST" : "GET", body, headers, signal });
     const lines = partial && response.headers.get("Content-Type") === "application/x-ndjson";
-    found = await (lines ? lastLine(response, partial) : response.ok && as === "blob" ? response.blob() : response.json()).catch(() => null);
+    data = await (lines ? lastLine(response, partial) : response.ok && as === "blob" ? response.blob() : response.json()).catch(() => null);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    return { again: true, kind: "away" };
+    return { retry: true, status: "unreachable" };
   }
   if (signal?.aborted) throw new DOMException("", "AbortError");
-  if (response.ok && found?.error) return { error: new Refused(response.status, found.error) };
-  if (response.ok && found !== null) return { ok: true, found };
-  if (response.ok || AGAIN.includes(response.status)) {
-    const after = Number(response.headers.get("Retry-After")) * 1000 || undefined;
-    return { again: true, kind: found?.error?.code === "queue_full" || response.status === 429 ? "busy" : "away", after };
+  if (response.ok && data?.error) return { error: new RequestError(response.status, data.error) };
+  if (response.ok && data !== null) return { ok: true, data };
+  if (response.ok || RETRY_STATUSES.includes(response.status)) {
+    const retryAfter = Number(response.headers.get("Retry-After")) * 1000 || undefined;
+    return { retry: true, status: data?.error?.code === "queue_full" || response.status === 429 ? "busy" : "unreachable", retryAfter };
   }
-  const error = new Refused(response.status, found?.error);
+  const error = new RequestError(response.status, data?.error);
   if (response.status !== 401) return { error };
-  const known = token;
-  asking ??= Promise.resolve(listeners.token(known !== null)).finally(() => { asking = null; });
-  token = await asking;
+  const previousToken = token;
+  tokenPrompt ??= Promise.resolve(listeners.requestToken(previousToken !== null)).finally(() => { tokenPrompt = null; });
+  token = await tokenPrompt;
   sessionStorage.setItem("vitrail-token", token);
-  return { again: true, kind: "token", after: 0 };
+  return { retry: true, status: "token", retryAfter: 0 };
 }
 
-async function pause(ms, kind, signal) {
-  const until = performance.now() + ms;
-  const say = () => listeners.state(kind, Math.ceil((until - performance.now()) / 1000));
-  if (kind === "token") return;
-  trouble = true;
-  listeners.doing("", 0);
-  say();
-  const counting = setInterval(say, 1000);
-  let wake, stop, timer = 0;
+async function waitToRetry(ms, status, signal) {
+  const retryAt = performance.now() + ms;
+  const reportState = () => listeners.onServerState(status, Math.ceil((retryAt - performance.now()) / 1000));
+  if (status === "token") return;
+  unavailable = true;
+  listeners.onProgress("", 0);
+  reportState();
+  const countdown = setInterval(reportState, 1000);
+  let wake, onAbort, timer = 0;
   try {
     await new Promise((resolve, reject) => {
       wake = resolve;
-      stop = () => reject(new DOMException("", "AbortError"));
-      waiting.add(wake);
+      onAbort = () => reject(new DOMException("", "AbortError"));
+      pendingRetries.add(wake);
       timer = setTimeout(resolve, ms);
-      signal?.addEventListener("abort", stop);
-      if (signal?.aborted) stop();
+      signal?.addEventListener("abort", onAbort);
+      if (signal?.aborted) onAbort();
     });
   } finally {
-    waiting.delete(wake);
-    signal?.removeEventListener("abort", stop);
+    pendingRetries.delete(wake);
+    signal?.removeEventListener("abort", onAbort);
     clearTimeout(timer);
-    clearInterval(counting);
+    clearInterval(countdown);
   }
 }
 
-function tick() {
-  if (ticking) return;
-  ticking = setInterval(() => {
-    const [longest] = [...running.values()].filter(({ what }) => what).sort((a, b) => a.since - b.since);
-    if (!longest || trouble) return;  // the banner says it
+function startProgressTimer() {
+  if (progressTimer) return;
+  progressTimer = setInterval(() => {
+    const [longest] = [...runningRequests.values()].filter(({ description }) => description).sort((a, b) => a.since - b.since);
+    if (!longest || unavailable) return;  // the banner reports it
     const ms = performance.now() - longest.since;
-    if (ms > SLOW) listeners.doing(longest.what, ms > LONG ? ms : 0, longest.progress);
+    if (ms > TEXT_AFTER) listeners.onProgress(longest.description, ms > SECONDS_AFTER ? ms : 0, longest.progress);
   }, 150);
 }
 
-/** Runs `work` for the latest call only: earlier calls are aborted. */
-export function latest(work, wait = 0) {
-  let control = null, timer = 0;
+/** Runs `task` for the latest call only: earlier calls are aborted. */
+export function latest(task, delay = 0) {
+  let controller = null, timer = 0;
   return {
-    cancel() { clearTimeout(timer); control?.abort(); },
-    start(...wishes) {
+    cancel() { clearTimeout(timer); controller?.abort(); },
+    start(...args) {
       clearTimeout(timer);
-      control?.abort();
-      const mine = (control = new AbortController());
+      controller?.abort();
+      const current = (controller = new AbortController());
       return new Promise((resolve, reject) => {
-        const ended = (error) => (error.name === "AbortError" ? resolve(undefined) : reject(error));
-        timer = setTimeout(() => work(mine.signal, ...wishes).then(resolve, ended), wait);
+        const onError = (error) => (error.name === "AbortError" ? resolve(undefined) : reject(error));
+        timer = setTimeout(() => task(current.signal, ...args).then(resolve, onError), delay);
       });
     },
   };
 }
 
-/** One image and values as a form. */
-export function form(blob, values) {
+/** A form with an image and parameters. */
+export function imageForm(blob, parameters) {
   const data = new FormData();
   data.append("image", blob, "image");
-  for (const [name, value] of Object.entries(values)) {
+  for (const [name, value] of Object.entries(parameters)) {
     if (value !== undefined) data.append(name, typeof value === "string" ? value : JSON.stringify(value));
   }
   return data;

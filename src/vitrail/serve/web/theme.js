@@ -1,3 +1,3 @@
-// Before anything is drawn: the colors chosen last time, else those of the system.
-const chosen = (() => { try { return localStorage.getItem("vitrail-theme"); } catch { return null; } })();
-if (chosen === "dark" || chosen === "light") document.documentElement.dataset.theme = chosen;
+// Runs before anything is drawn: applies the stored theme; without one, the page follows the system.
+const storedTheme = (() => { try { return localStorage.getItem("vitrail-theme"); } catch { return null; } })();
+if (storedTheme === "dark" || storedTheme === "light") document.documentElement.dataset.theme = storedTheme;

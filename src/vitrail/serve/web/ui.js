@@ -1,44 +1,44 @@
-// Shared interface elements: the banner, the status line, segmented buttons.
+// Shared interface elements: the banner, the status on the image, segmented buttons.
 
 const $ = (id) => document.getElementById(id);
-let fading = 0;
+let hideTimer = 0;
 
-/** Shows a message in the header for `ms` milliseconds (0: until closed). `act` labels a button; `count` is hidden from screen readers. */
-export function banner(text, ms = 0, act = "", count = "") {
-  clearTimeout(fading);
+/** Shows a message in the header for `ms` milliseconds (0: until closed). `action` labels a button; `countdown` is hidden from screen readers. */
+export function showBanner(text, ms = 0, action = "", countdown = "") {
+  clearTimeout(hideTimer);
   if ($("banner-text").textContent !== text) $("banner-text").textContent = text;
-  $("banner-count").textContent = count;
-  $("banner-act").textContent = act;
-  $("banner-act").hidden = !act;
+  $("banner-countdown").textContent = countdown;
+  $("banner-action").textContent = action;
+  $("banner-action").hidden = !action;
   $("banner").hidden = false;
-  document.body.classList.add("told");
-  if (ms) fading = setTimeout(hideBanner, ms);
+  document.body.classList.add("has-banner");
+  if (ms) hideTimer = setTimeout(hideBanner, ms);
 }
 
 export function hideBanner() {
   $("banner").hidden = true;
-  document.body.classList.remove("told");
+  document.body.classList.remove("has-banner");
 }
 
-export function onBanner(act) {
-  $("banner-act").onclick = act;
+export function initBanner(action) {
+  $("banner-action").onclick = action;
   $("banner-close").onclick = hideBanner;
 }
 
-/** Sets the status line on the image. `count` is hidden from screen readers; `part` is the progress, 0 to 1. */
-export function say(text, count = "", part = null) {
-  if ($("doing").textContent !== text) $("doing").textContent = text;
-  if ($("doing-count").textContent !== count) $("doing-count").textContent = count;
-  $("pill").classList.toggle("quiet", !text);
-  $("pill").classList.toggle("counted", part !== null);
-  if (part !== null) $("pill").style.setProperty("--part", part);
+/** Sets the status on the image. `detail` is hidden from screen readers; `progress` is from 0 to 1. */
+export function setStatus(text, detail = "", progress = null) {
+  if ($("status-text").textContent !== text) $("status-text").textContent = text;
+  if ($("status-progress").textContent !== detail) $("status-progress").textContent = detail;
+  $("status-pill").classList.toggle("idle", !text);
+  $("status-pill").classList.toggle("has-progress", progress !== null);
+  if (progress !== null) $("status-pill").style.setProperty("--progress", progress);
 }
 
 /** Buttons of which one is selected; `options` are [value, text, tooltip], or null if the buttons are in the HTML. */
-export function segments(root, options, chosen, choose, key = "value") {
+export function drawSegments(root, options, selected, onSelect, key = "value") {
   const signature = JSON.stringify(options);
-  if (options && root.dataset.made !== signature) {
-    root.dataset.made = signature;
+  if (options && root.dataset.signature !== signature) {
+    root.dataset.signature = signature;
     root.replaceChildren(...options.map(([value, text, title = ""]) => {
       const button = Object.assign(document.createElement("button"), { type: "button", textContent: text, title });
       button.dataset[key] = value;
@@ -46,7 +46,7 @@ export function segments(root, options, chosen, choose, key = "value") {
     }));
   }
   for (const button of root.children) {
-    button.setAttribute("aria-pressed", String(button.dataset[key] === chosen));
-    button.onclick = () => choose(button.dataset[key]);
+    button.setAttribute("aria-pressed", String(button.dataset[key] === selected));
+    button.onclick = () => onSelect(button.dataset[key]);
   }
 }

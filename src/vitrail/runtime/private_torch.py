@@ -1,0 +1,103 @@
+"""Functions of torch that its public interface does not have, each with a plain substitute for when it is missing.
+
+A release of torch may rename or remove them. Everything private that vitrail uses is named here; the results stay the
+same without it, up to rounding, and only speed is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@cache
+def find(path: str) -> Any:
+    """The attribute of torch at a dotted path, such as "ops.mkldnn._linear_pointwise"; None if there is none."""
+    found: Any = torch
+    for name in path.split("."):
+        try:
+            found = getattr(found, name)
+        except (AttributeError, RuntimeError):  # torch.ops raises either
+            return None
+    return found
+
+
+def is_plain_eager() -> bool:
+    """Whether operators run as they are called: no compilation, tracing, torch.func transform or dispatch mode.
+
+    False where torch does not tell: callers then use the reference implementation, which works everywhere.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    tracing, transforms = find("_C._get_tracing_state"), find("_C._functorch.peek_interpreter_stack")
+    num_modes = find("_C._len_torch_dispatch_stack")
+    if tracing is None or transforms is None or num_modes is None:
+        return False
+    return tracing() is None and transforms() is None and num_modes() == 0
+
+
+def linear_gelu_tanh() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+    """oneDNN's product with a bias and the tanh GELU on a CPU; None if this torch does not have it."""
+    enabled = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    operator = find("ops.mkldnn._linear_pointwise") if enabled else None
+    if operator is None:
+        return None
+    return lambda x, weight, bias: operator(x, weight, bias, "gelu", [], "tanh")
+
+
+def softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
+    """Gradient of softmax over the last dimension at its result `weights`."""
+    fused = find("_softmax_backward_data")
+    if fused is not None:
+        result: Tensor = fused(grad, weights, -1, weights.dtype)
+        return result
+    product = grad * weights
+    return product - weights * product.sum(-1, keepdim=True)
+
+
+def resize_uint8(image: Tensor, size: Sequence[int], mode: str, out: Tensor) -> None:
+    """Antialiased resizing of uint8 images, n C H W, into `out`; mode "bilinear" or "bicubic"."""
+    operator = find(f"ops.aten._upsample_{mode}2d_aa.out")
+    if operator is not None:
+        operator(image, size, False, None, None, out=out)
+    else:
+        out.copy_(F.interpolate(image, size=tuple(size), mode=mode, align_corners=False, antialias=True))
+
+
+def foreach_mul_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply every tensor in place."""
+    if (fused := find("_foreach_mul_")) is not None:
+        fused(tensors, factor)
+    else:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+def foreach_add_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float) -> None:
+    """tensor += alpha * other, in place."""
+    if (fused := find("_foreach_add_")) is not None:
+        fused(tensors, others, alpha=alpha)
+    else:
+        for tensor, other in zip(tensors, others, strict=True):
+            tensor.add_(other, alpha=alpha)
+
+
+def foreach_lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """tensor += weight * (end - tensor), in place."""
+    if (fused := find("_foreach_lerp_")) is not None:
+        fused(tensors, ends, weight)
+    else:
+        for tensor, end in zip(tensors, ends, strict=True):
+            tensor.lerp_(end, weight)
+
+
+def foreach_lerp(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:
+    """tensor + weight * (end - tensor)."""
+    if (fused := find("_foreach_lerp")) is not None:
+        return list(fused(tensors, ends, weight))
+    return [tensor.lerp(end, weight) for tensor, end in zip(tensors, ends, strict=True)]

@@ -1,1 +1,0 @@
-"""Model + data + objective -> run folder."""

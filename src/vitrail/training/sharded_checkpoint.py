@@ -1,0 +1,94 @@
+"""Sharded checkpoints: each process writes its shards as safetensors; any number of processes can read them back."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import CheckpointError
+from vitrail.runtime.distributed import DistributedContext, first_sentence
+from vitrail.storage.atomic_write import explain_write_errors
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+
+def save_sharded(folder: Path, tensors: Mapping[str, Tensor], distributed: DistributedContext) -> None:
+    """Write tensors, sharded or not, into an existing folder, one safetensors file per process.
+
+    If one process cannot write its file, all of them raise the same error.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        with _ignore_single_process_warning():
+            save(dict(tensors), storage_writer=writer, process_group=distributed.checkpoint_group)
+    except CheckpointException as error:
+        with explain_write_errors(folder):
+            raise _cause_of(error) from None
+
+
+def shard_files(folder: Path, rank: int) -> list[Path]:
+    """The files that a process wrote with `save_sharded`: one, or none if it had no shard."""
+    return sorted(folder.glob(f"shard-{rank + 1:05d}-*"))
+
+
+def load_sharded(folder: Path, into: Mapping[str, Tensor], distributed: DistributedContext) -> None:
+    """Read into existing tensors, sharded in any way or not at all, what any number of processes wrote."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        _check_complete(folder, into)
+        with _ignore_single_process_warning(), torch.no_grad():
+            load(
+                dict(into),
+                storage_reader=HuggingFaceStorageReader(str(folder)),
+                process_group=distributed.checkpoint_group,
+            )
+    except CheckpointError:
+        raise
+    except (Exception, CheckpointException) as error:  # the type depends on where a file is damaged
+        reason = _cause_of(error) if isinstance(error, CheckpointException) else error
+        raise CheckpointError(f"the sharded checkpoint {folder} cannot be read: {first_sentence(reason)}") from error
+
+
+def _check_complete(folder: Path, into: Mapping[str, Tensor]) -> None:
+    """Raise unless every tensor is complete: torch.distributed.checkpoint leaves missing parts unchanged."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    there: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    for name in sorted(set(there) ^ set(into)):
+        lack = "lacks" if name in into else "has the unexpected tensor"
+        raise CheckpointError(f"the sharded checkpoint {folder} {lack} {name!r}.")
+    for name, tensor in into.items():
+        found, parts = there[name], sum(math.prod(chunk.sizes) for chunk in there[name].chunks)
+        if found.size != tensor.shape or parts != tensor.numel():
+            raise CheckpointError(
+                f"the sharded checkpoint {folder} holds {parts} numbers of {name!r} in {tuple(found.size)}, "
+                f"expected {tensor.numel()} in {tuple(tensor.shape)}; a process's file may be missing."
+            )
+
+
+def _cause_of(error: CheckpointException) -> BaseException:
+    """The error of one of the processes. A CheckpointException (not an Exception) holds those of all of them."""
+    return next(reason for reason, _ in error.failures.values())
+
+
+@contextmanager
+def _ignore_single_process_warning() -> Iterator[None]:
+    """Suppress torch's warning that there is only one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
+        yield

@@ -1,0 +1,124 @@
+"""Names, values and docstrings of settings, and what is suggested for names that do not exist."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from vitrail.config import (
+    AugmentConfig,
+    BiTConfig,
+    ClassifyConfig,
+    Config,
+    DataConfig,
+    DistillConfig,
+    MaskedPatchConfig,
+    OptimConfig,
+    PreprocessConfig,
+    ScheduleConfig,
+    StemConfig,
+    TrainConfig,
+    ViTConfig,
+    override,
+)
+from vitrail.config.overrides import field_docs, format_type, format_value, list_settings, parse_value, suggest_setting
+from vitrail.config.sizes import SIZES, vit
+from vitrail.errors import ConfigError
+from vitrail.recipes import RECIPES
+
+CONFIGS = (
+    AugmentConfig,
+    BiTConfig,
+    ClassifyConfig,
+    DataConfig,
+    DistillConfig,
+    MaskedPatchConfig,
+    OptimConfig,
+    PreprocessConfig,
+    ScheduleConfig,
+    StemConfig,
+    ViTConfig,
+)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+def test_every_setting_has_a_docstring(config: type[Config]):
+    assert set(field_docs(config)) == {field.name for field in fields(config)}
+    assert all(field_docs(config).values())
+
+
+def test_every_setting_of_a_run_is_listed_with_a_docstring():
+    settings = list(list_settings(RECIPES["cifar10"]()))
+    names = [setting.name for setting in settings]
+    assert len(set(names)) == len(names)
+    assert {"optim.lr", "model.depth", "data.source", "duration", "augment.mix_prob"} <= set(names)
+    assert [setting.name for setting in settings if not setting.doc] == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_listed_values_give_the_same_config_as_overrides(recipe: str):
+    config = RECIPES[recipe]()
+    settings = [f"{s.name}={s.value}" for s in list_settings(config) if s.value not in ("()", "none")]
+    assert override(config, settings) == config
+
+
+@pytest.mark.parametrize("value", [None, True, 3, 0.25, 3e-4, 1e-8, 5e7, 1e22, (224, 192), ("a", "b"), "gelu-tanh"])
+def test_formatted_values_are_parsed_to_the_same_value(value: object):
+    assert parse_value(format_value(value)) == value
+
+
+def test_types_are_described_for_readers():
+    annotations = {setting.name: setting.type for setting in list_settings(RECIPES["cifar10"]())}
+    assert annotations["optim.lr"] == "number"
+    assert annotations["optim.kind"] == "adamw | sgd | muon"
+    assert annotations["optim.momentum"] == "number | none"
+    assert annotations["duration"] == "duration"
+    assert annotations["model.class_token"] == "true | false"
+    assert format_type(tuple[float, ...]) == "(number, ...)"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("learning_rate", "; did you mean 'optim.lr'?"),
+        ("lr", "; did you mean 'optim.lr'?"),
+        ("optim.learning_rate", "; did you mean 'optim.lr'?"),
+        ("wd", "; did you mean 'optim.weight_decay'?"),
+        ("batch", "; did you mean 'batch_size'?"),
+        ("optimizer", "; did you mean 'optim.kind'?"),
+        ("heads", "; did you mean 'model.num_heads'?"),
+        ("mixup", "; did you mean 'augment.mixup'?"),
+        ("optm.lr", "; did you mean 'optim.lr'?"),
+        ("model.dropuot", "; did you mean 'model.dropout'?"),
+        ("epochs", "; try duration='3 epochs'."),
+        ("max_steps", "; try duration='3 steps'."),
+        ("flavor", ""),
+    ],
+)
+def test_unknown_setting_suggests_the_one_that_was_meant(name: str, hint: str):
+    assert suggest_setting(RECIPES["cifar10"](), name) == hint
+
+
+def test_error_about_an_unknown_setting_names_it_and_the_suggestion():
+    with pytest.raises(ConfigError, match=r"no setting 'optim.learning_rate': OptimConfig has no 'learning_rate'; did"):
+        override(TrainConfig(init_from="x"), ["optim.learning_rate=1"])
+    with pytest.raises(ConfigError, match=r"no setting 'epochs'.*; try duration='7 epochs'"):
+        override(TrainConfig(init_from="x"), ["epochs=7"])
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_variant_has_the_published_size(name: str):
+    config = vit(f"{name}/14" if name in ("SO400M", "H", "g", "G") else f"{name}/16", num_classes=7)
+    assert (config.width, config.depth, config.num_heads, config.mlp_dim) == SIZES[name]
+    assert config.num_classes == 7
+
+
+def test_variant_with_changes_keeps_the_rest():
+    assert vit("S/16", depth=3) == ViTConfig(width=384, depth=3, num_heads=6, mlp_dim=1536)
+
+
+@pytest.mark.parametrize("name", ["S", "S/x", "M/16", "ViT-S/16"])
+def test_unknown_variant_is_an_error(name: str):
+    with pytest.raises(ConfigError, match="expected SIZE/PATCH, such as S/16"):
+        vit(name)
