@@ -1,0 +1,1 @@
+"""Run folders: settings, metrics, and what a report reads from them."""
