@@ -18,11 +18,11 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import torch
+from input import declare
 from PIL import Image, ImageOps
 from torch import Tensor
 
@@ -57,14 +57,7 @@ def peer(name: str) -> ModuleType | None:
     if spec is None or spec.origin is None:
         return None
     if name.startswith("torchvision") and not hasattr(torch.ops.torchvision, "nms"):
-        try:
-            for library in Path(spec.origin).parent.glob("_C*.so"):
-                torch.ops.load_library(library)
-        except OSError:
-            declared = torch.library.Library("torchvision", "DEF")
-            for operator in ("nms", "qnms"):
-                declared.define(operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            globals().setdefault("DECLARED", declared)  # lives as long as this module
+        globals().setdefault("DECLARED", declare())  # lives as long as this module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(name)

@@ -12,12 +12,10 @@ that the loop waited for data.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from input import small_images, write
+from input import in_process, small_images, write
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -192,24 +190,6 @@ def timed_epoch(
             count += 1
         seconds = time.perf_counter() - start
     return {"rate": count * batch_size / seconds, "waited": 1e3 * waited / count}
-
-
-def in_process(run: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """The result of `run` in a forked process, so that neither transport profits from the other's setup."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writer, json.dumps(run()).encode())
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        result = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(result)
 
 
 def check_same_pixels(folder: Path, batch_size: int, workers: int) -> None:

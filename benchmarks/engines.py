@@ -23,9 +23,9 @@ import torch
 
 import vitrail
 from vitrail.engines.engine import Engine
-from vitrail.exporting.autotune import candidates, open_engine
+from vitrail.exporting.autotune import candidates
 from vitrail.exporting.engine_cache import cached_engine
-from vitrail.exporting.export_model import with_engine
+from vitrail.exporting.open_engine import open_engine, with_engine
 from vitrail.exporting.sample_images import sample_images
 
 PAUSE = 0.3

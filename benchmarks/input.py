@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import resource
 import statistics
-import struct
 import tarfile
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -174,27 +175,28 @@ def timed(make: Callable[[], Epoch]) -> tuple[float, float]:
     return count / wall, count / (processor_seconds() - used)
 
 
-def timed_in_subprocess(make: Callable[[], Epoch]) -> tuple[float, float]:
-    """`timed` in a process of its own, so that no loader profits from another's setup."""
+def in_process(run: Callable[[], Any]) -> Any:
+    """The result of `run`, as JSON, in a forked process, so that no candidate profits from another's setup."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(writer, struct.pack("dd", *timed(make)))
+            os.write(writer, json.dumps(run()).encode())
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as pipe:
         result = pipe.read()
     os.waitpid(child, 0)
-    wall, cpu = struct.unpack("dd", result)
-    return wall, cpu
+    return json.loads(result)
 
 
 def compare(title: str, epochs: dict[str, Callable[[], Epoch]], rounds: int, cores: int) -> None:
     for make in epochs.values():
         make()  # imports are no part of it
-    found = [{who: timed_in_subprocess(make) for who, make in epochs.items()} for _ in range(rounds)]
+    found = [{who: in_process(partial(timed, make)) for who, make in epochs.items()} for _ in range(rounds)]
     peers = [who for who in epochs if not who.startswith("vitrail")] or list(epochs)
     print(f"{title}; {rounds} rounds; {cores} cores, torch {torch.__version__}; in brackets: times the best peer's")
     print(f"  {'':42s} {'img/s, median':>17s} {'best round':>17s} {'per core-second':>17s}")

@@ -132,7 +132,7 @@ class PlainLoop:
         import torch
 
         import vitrail
-        from vitrail.exporting.autotune import open_engine
+        from vitrail.exporting.open_engine import open_engine
         from vitrail.runtime.cores import usable_cores
 
         vit = vitrail.load(model)

@@ -30,6 +30,10 @@ import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+from small_models import gradient, model, small  # noqa: E402
+
+import vitrail  # noqa: E402
 
 # Some machines report AMX and crash when it is used; AVX512_CORE_BF16 is enough for bfloat16 products.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -135,6 +139,26 @@ def real_checkpoint(shared: Path) -> Path:
 def imagenet_val(shared: Path) -> Path:
     """One validation image of each ImageNet class, in tar shards."""
     return _path_or_skip(shared / "data" / "imagenet-val-1k")
+
+
+@pytest.fixture(scope="module")
+def vit() -> vitrail.Model:
+    """A small classifier of five classes with random weights."""
+    torch.manual_seed(0)
+    return model(small())
+
+
+@pytest.fixture(scope="module")
+def model_folder(vit: vitrail.Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of that classifier, called `small`."""
+    path = tmp_path_factory.mktemp("models") / "small"
+    vit.save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def photograph() -> Image.Image:
+    return gradient()
 
 
 @pytest.fixture

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from http_server import QuietHandler, run_http_server
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 
@@ -50,19 +49,10 @@ class FakeHub:
         return {line.split("/", 1)[1] for line in gets if line}
 
 
-class HubHandler(BaseHTTPRequestHandler):
+class HubHandler(QuietHandler):
     """The endpoints of the hub that a download uses."""
 
     hub: FakeHub
-
-    def do_HEAD(self) -> None:
-        self.respond()
-
-    def do_GET(self) -> None:
-        self.respond()
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
     def respond(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -134,13 +124,8 @@ class HubHandler(BaseHTTPRequestHandler):
 @contextmanager
 def serve(hub: FakeHub) -> Iterator[FakeHub]:
     """Run the server; `hub.url` is its address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (HubHandler,), {"hub": hub})) as server:
-        hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with run_http_server(type("Bound", (HubHandler,), {"hub": hub})) as hub.url:
         yield hub
-        server.shutdown()
-        thread.join()
 
 
 def use_hub(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

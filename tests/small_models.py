@@ -9,7 +9,7 @@ from compare import randomized
 from PIL import Image
 
 import vitrail
-from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig
+from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
 from vitrail.models import build
 from vitrail.weights.model_info import ModelInfo
 
@@ -24,20 +24,34 @@ FORMATS = {
     "facebook": "model.pth",
 }
 """Each writable format -> the file name used in tests."""
+ONE_BLOCK: dict[str, Any] = {
+    "image_size": 32,
+    "patch_size": 8,
+    "width": 128,
+    "depth": 1,
+    "num_heads": 2,
+    "mlp_dim": 192,
+    "num_classes": len(LABELS),
+}
+"""Fields of a one-block ViTConfig."""
 
 
 def small(**changes: Any) -> ViTConfig:
     """A config of 32 x 32 pixels, 16 patches and two blocks that most formats can express."""
-    values = {
-        "image_size": 32,
-        "patch_size": 8,
-        "width": 128,
-        "depth": 2,
-        "num_heads": 2,
-        "mlp_dim": 256,
-        "num_classes": len(LABELS),
-    }
-    return ViTConfig(**values | {"activation": "gelu", "resample": "timm"} | changes)
+    return ViTConfig(**ONE_BLOCK | {"depth": 2, "mlp_dim": 256, "activation": "gelu", "resample": "timm"} | changes)
+
+
+POOLS = {
+    "token": small(),
+    "registers": small(num_registers=3),
+    "distilled": small(distilled=True),
+    "gap": small(pool="gap", class_token=False),
+    "token+gap": small(pool="token+gap"),
+    "map": small(pool="map", class_token=False),
+    "coca": small(pool="coca", pool_width=6, pool_heads=3),
+    "hybrid": small(image_size=64, patch_size=1, stem=StemConfig(layers=(1, 1), width_factor=0.5)),
+}
+"""A config of each kind of pooling, of extra tokens, and of a hybrid."""
 
 
 def model(config: ViTConfig | BiTConfig, **info: Any) -> vitrail.Model:

@@ -11,29 +11,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_models import LABELS, gradient, model, small
+from small_models import LABELS, model, small
 
 import vitrail
 from vitrail.config import BiTConfig
 from vitrail.errors import CheckpointError, ConfigError, ImageError, ModelError, NotFoundError, VitrailError
-
-
-@pytest.fixture(scope="module")
-def vit() -> vitrail.Model:
-    return model(small())
-
-
-@pytest.fixture(scope="module")
-def folder(vit, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "small"
-    vit.save(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def photograph() -> Image.Image:
-    return gradient()
-
 
 # Methods of Model
 
@@ -143,8 +125,8 @@ def test_clip_with_as_many_classes_as_embedding_dimensions_is_a_classifier(tmp_p
     assert len(classifier.predict(photograph)) == 5
 
 
-def test_saved_model_loads_unchanged(folder, tmp_path, photograph):
-    changed = vitrail.load(folder, channels=1, image_size=64)
+def test_saved_model_loads_unchanged(model_folder, tmp_path, photograph):
+    changed = vitrail.load(model_folder, channels=1, image_size=64)
     changed.save(tmp_path / "again")
     loaded = vitrail.load(tmp_path / "again")
     assert loaded.info.to_dict() == changed.info.to_dict()
@@ -167,8 +149,11 @@ def test_save_writes_the_current_network(vit, tmp_path):
     assert vitrail.load(tmp_path / "m").config.image_size == (64, 64)
 
 
-def test_repr_label_device_and_dtype_of_a_model(folder, vit):
-    assert repr(vitrail.load(folder, image_size=(32, 64))) == "<vitrail.Model ViT: 0.3 M parameters, 32x64, 5 classes>"
+def test_repr_label_device_and_dtype_of_a_model(model_folder, vit):
+    assert (
+        repr(vitrail.load(model_folder, image_size=(32, 64)))
+        == "<vitrail.Model ViT: 0.3 M parameters, 32x64, 5 classes>"
+    )
     assert vit.label(1) == "dog"
     assert model(small(), labels=None).label(1) == "class 1"
     assert (vit.device, vit.dtype) == (torch.device("cpu"), torch.float32)
@@ -247,11 +232,11 @@ def test_importing_the_package_does_not_import_torch(module):
     assert run_python(code) == "[]\n"
 
 
-def test_loading_and_predicting_import_no_other_heavy_packages(folder, photograph, tmp_path):
+def test_loading_and_predicting_import_no_other_heavy_packages(model_folder, photograph, tmp_path):
     photograph.save(tmp_path / "p.png")
     heavy = "pyarrow sklearn matplotlib scipy pandas huggingface_hub timm transformers torchvision torch._dynamo"
     code = (
-        f"import sys, vitrail; vitrail.load({str(folder)!r}).predict({str(tmp_path / 'p.png')!r});"
+        f"import sys, vitrail; vitrail.load({str(model_folder)!r}).predict({str(tmp_path / 'p.png')!r});"
         f"print([m for m in {heavy.split()} if m in sys.modules])"
     )
     assert run_python(code) == "[]\n"

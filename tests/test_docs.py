@@ -25,7 +25,8 @@ PAGES = [
     "docs/checkpoints.md",
     "docs/data.md",
     "docs/training.md",
-    "docs/looking-inside.md",
+    "docs/extending.md",
+    "docs/explanations.md",
     "docs/evaluation.md",
     "docs/export.md",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from images import write_noise_folder
 from PIL import Image
 from sklearn.metrics import accuracy_score, log_loss
 from small_models import LABELS, gradient, model, small
@@ -24,24 +25,9 @@ QUICK: dict[str, Any] = {"device": "cpu", "workers": 0}
 
 
 @pytest.fixture(scope="module")
-def vit() -> vitrail.Model:
-    return model(small())
-
-
-@pytest.fixture(scope="module")
 def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten images of three of the model's five classes."""
-    return image_folder(tmp_path_factory.mktemp("album") / "album", {"bird": 3, "cat": 5, "dog": 2})
-
-
-def image_folder(folder: Path, counts: dict[str, int]) -> Path:
-    rng = np.random.default_rng(5)
-    for name, count in counts.items():
-        (folder / name).mkdir(parents=True)
-        for i in range(count):
-            noise = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)
-            Image.fromarray(noise).resize((40, 36)).save(folder / name / f"{i}.png")
-    return folder
+    return write_noise_folder(tmp_path_factory.mktemp("album") / "album", {"bird": 3, "cat": 5, "dog": 2})
 
 
 def evaluate(vit: vitrail.Model, data: Path | str, **options: Any) -> vitrail.Evaluation:
@@ -133,7 +119,7 @@ def rounded(value: Any) -> Any:
 
 def test_a_broken_image_is_refused_by_all_processes(processes: Processes, vit: vitrail.Model, tmp_path: Path):
     vit.save(tmp_path / "model")
-    folder = image_folder(tmp_path / "photos", {"cat": 5, "dog": 5})
+    folder = write_noise_folder(tmp_path / "photos", {"cat": 5, "dog": 5})
     (folder / "dog" / "4.png").write_bytes(b"broken")
     errors = processes.run(evaluate_in_process, str(tmp_path / "model"), str(folder), None, False, allow_failures=True)
     assert len(errors) == 3
@@ -167,7 +153,7 @@ def test_every_size_has_its_own_positions_preprocessing_and_top1_change(vit: vit
 
 
 def test_size_that_the_patches_do_not_divide_is_refused_before_reading_data(vit: vitrail.Model, tmp_path: Path):
-    folder = image_folder(tmp_path / "photos", {"cat": 1})
+    folder = write_noise_folder(tmp_path / "photos", {"cat": 1})
     (folder / "cat" / "0.png").write_bytes(b"would be refused, too")
     with pytest.raises(ConfigError, match="leaves 6 px of the image's height 30 uncovered; try height 24 or 32"):
         evaluate(vit, folder, image_size=[32, 30])
@@ -214,7 +200,7 @@ def test_multi_label_data_has_average_precisions_with_an_interval(tmp_path: Path
 
 
 def test_data_of_one_class_is_evaluated_with_a_note(vit: vitrail.Model, tmp_path: Path):
-    evaluation = evaluate(vit, image_folder(tmp_path / "photos", {"cat": 4}))
+    evaluation = evaluate(vit, write_noise_folder(tmp_path / "photos", {"cat": 4}))
     assert evaluation.first.scores.count == 4
     assert evaluation.notes == ("all images have one class, 'cat': accuracy says nothing about the other classes",)
     write_evaluation(evaluation, tmp_path / "out")
@@ -222,7 +208,7 @@ def test_data_of_one_class_is_evaluated_with_a_note(vit: vitrail.Model, tmp_path
 
 
 def test_unreadable_images_are_skipped_with_skip_bad(vit: vitrail.Model, tmp_path: Path):
-    folder = image_folder(tmp_path / "photos", {"cat": 4, "dog": 2})
+    folder = write_noise_folder(tmp_path / "photos", {"cat": 4, "dog": 2})
     (folder / "cat" / "1.png").write_bytes(b"broken")
     with pytest.raises(DataError, match="1 of 6 images of photos cannot be read"):
         evaluate(vit, folder)
@@ -286,7 +272,7 @@ def test_vitrail_evaluate_is_both_a_package_and_a_function():
 
 
 def test_held_out_part_of_a_folder_can_be_evaluated(vit: vitrail.Model, tmp_path: Path):
-    folder = image_folder(tmp_path / "photos", {"cat": 30, "dog": 30})
+    folder = write_noise_folder(tmp_path / "photos", {"cat": 30, "dog": 30})
     evaluation = evaluate(vit, folder, held_out=True)
     assert 0 < evaluation.first.scores.count < 20
     assert "held out" in evaluation.data

@@ -30,7 +30,7 @@ def test_every_kind_of_network_supports_all_methods(name: str):
     assert set(explanation.maps) == set(METHODS)
     assert all(view.shape == config.grid for view in explanation.maps.values())
     assert explanation.attention.shape == (config.depth, config.num_heads, *config.grid)
-    np.testing.assert_allclose(explanation.attention.sum((2, 3)) + explanation.special_attention.sum(2), 1, atol=1e-5)
+    np.testing.assert_allclose(explanation.attention.sum((2, 3)) + explanation.prefix_attention.sum(2), 1, atol=1e-5)
     assert explanation.figures() == ("overview", "heads", "layers", "faithfulness")
     assert set(explanation.faithfulness) == {*METHODS, "random"}
     assert explanation.rollout is explanation.maps["rollout"]
@@ -144,7 +144,7 @@ def test_files_are_named_after_the_image(tmp_path: Path):
     kinds = ("overview", "layers", "heads-1", "heads-2")
     assert names == [f"my cat-{kind}.{f}" for f in ("png", "svg") for kind in kinds] + ["my cat.npz"]
     with np.load(written[-1]) as arrays:
-        assert {"pixels", "attention_by_head", "attention_to_special", *METHODS} == set(arrays)
+        assert {"pixels", "attention_by_head", "attention_to_prefix", *METHODS} == set(arrays)
         np.testing.assert_array_equal(arrays["rollout"], explanation.rollout)
     with pytest.raises(ModelError, match="there is no layer 3"):
         explanation.save(tmp_path, layers=(3,))

@@ -19,7 +19,8 @@ import vitrail
 from vitrail.errors import ConfigError, FormatError, ModelError
 from vitrail.evaluation.embedding import embed
 from vitrail.evaluation.features import FeatureSpec
-from vitrail.exporting.export_model import export, with_engine
+from vitrail.exporting.export_model import export
+from vitrail.exporting.open_engine import with_engine
 
 need_extra("export")
 

@@ -15,7 +15,8 @@ from small_models import gradient, model, small
 import vitrail
 from vitrail.engines.engine import open_file
 from vitrail.errors import ConfigError, ModelError
-from vitrail.exporting.export_model import export, with_engine
+from vitrail.exporting.export_model import export
+from vitrail.exporting.open_engine import with_engine
 from vitrail.models import build
 from vitrail.models.model_names import config_from_name
 

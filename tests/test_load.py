@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from small_models import LABELS, gradient, model, small
+from small_models import LABELS, model, small
 
 import vitrail
 from vitrail.config import PreprocessConfig
@@ -18,31 +17,14 @@ from vitrail.weights import hub
 from vitrail.weights.locate import ModelLocation, locate
 
 
-@pytest.fixture(scope="module")
-def vit() -> vitrail.Model:
-    return model(small())
-
-
-@pytest.fixture(scope="module")
-def folder(vit, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "small"
-    vit.save(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def photograph() -> Image.Image:
-    return gradient()
-
-
 @pytest.fixture
-def fetched_names(monkeypatch, folder) -> list[str]:
+def fetched_names(monkeypatch, model_folder) -> list[str]:
     """A fake hub with one model under every name; returns the list of fetched names."""
     names: list[str] = []
 
     def fetch(name: str, revision: str | None = None) -> Path:
         names.append(name)
-        return folder
+        return model_folder
 
     monkeypatch.setattr(hub, "fetch", fetch)
     return names
@@ -51,8 +33,8 @@ def fetched_names(monkeypatch, folder) -> list[str]:
 # Resolution
 
 
-def test_a_folder_and_the_file_in_it_give_the_same_model(vit, folder, photograph):
-    from_folder, from_file = vitrail.load(folder), vitrail.load(folder / "model.safetensors")
+def test_a_folder_and_the_file_in_it_give_the_same_model(vit, model_folder, photograph):
+    from_folder, from_file = vitrail.load(model_folder), vitrail.load(model_folder / "model.safetensors")
     assert from_folder.info.to_dict() == from_file.info.to_dict() == vit.info.to_dict()
     assert torch.equal(from_folder.logits(photograph), vit.logits(photograph))
     assert torch.equal(from_file.logits(photograph), vit.logits(photograph))
@@ -66,9 +48,9 @@ def test_folders_of_other_libraries_load_with_labels_and_preprocessing(vit, tmp_
     assert torch.equal(reloaded.logits(photograph), vit.logits(photograph))
 
 
-def test_a_home_directory_is_expanded(folder, monkeypatch):
-    monkeypatch.setenv("HOME", str(folder.parent))
-    assert locate("~/small") == ModelLocation(folder)
+def test_a_home_directory_is_expanded(model_folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(model_folder.parent))
+    assert locate("~/small") == ModelLocation(model_folder)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +114,9 @@ def test_model_name_is_found_in_the_hub_cache(vit, tmp_path, monkeypatch, photog
     assert torch.equal(reloaded.logits(photograph), vit.logits(photograph))
 
 
-def test_existing_path_takes_precedence_over_a_model_name(fetched_names, folder, tmp_path, monkeypatch):
+def test_existing_path_takes_precedence_over_a_model_name(fetched_names, model_folder, tmp_path, monkeypatch):
     (tmp_path / "ViT-B").mkdir()
-    (tmp_path / "ViT-B" / "16").symlink_to(folder)
+    (tmp_path / "ViT-B" / "16").symlink_to(model_folder)
     monkeypatch.chdir(tmp_path)
     assert locate("ViT-B/16") == ModelLocation(Path("ViT-B/16"))
     assert fetched_names == []
@@ -170,16 +152,16 @@ def test_unknown_name_suggests_the_nearest_name_without_a_hub_request(fetched_na
 @pytest.mark.parametrize(
     "typo", ["smal/model.safetensors", "small/modle.safetensors", "./smal", "smal/", "small/deep/er", "small/modle"]
 )
-def test_typo_in_a_path_is_a_missing_file_without_a_hub_request(fetched_names, folder, monkeypatch, typo):
-    monkeypatch.chdir(folder.parent)
+def test_typo_in_a_path_is_a_missing_file_without_a_hub_request(fetched_names, model_folder, monkeypatch, typo):
+    monkeypatch.chdir(model_folder.parent)
     with pytest.raises(NotFoundError, match=r"no such file") as caught:
         vitrail.load(typo)
     assert "hub" not in str(caught.value)
     assert fetched_names == []
 
 
-def test_similar_file_name_is_suggested(folder, monkeypatch):
-    monkeypatch.chdir(folder)
+def test_similar_file_name_is_suggested(model_folder, monkeypatch):
+    monkeypatch.chdir(model_folder)
     with pytest.raises(NotFoundError, match=r"did you mean 'model\.safetensors'"):
         vitrail.load("model.safetensor")
 
@@ -224,13 +206,13 @@ def test_path_object_is_not_a_model_name(fetched_names):
 # Options
 
 
-def test_image_size_resamples_positions_with_a_note(folder, photograph, caplog):
-    wide = vitrail.load(folder, image_size=(32, 64))
+def test_image_size_resamples_positions_with_a_note(model_folder, photograph, caplog):
+    wide = vitrail.load(model_folder, image_size=(32, 64))
     assert wide.config.image_size == wide.info.preprocess.image_size == (32, 64)
     assert "position embeddings were resampled to 32x64 (timm method)." in caplog.text
     assert wide.logits(photograph).shape == (1, 5)
     with pytest.raises(ConfigError, match="uncovered; try height 24 or 32"):
-        vitrail.load(folder, image_size=30)
+        vitrail.load(model_folder, image_size=30)
 
 
 def test_image_size_keeps_the_crop_ratio(tmp_path):
@@ -246,8 +228,8 @@ def test_image_size_of_the_network_can_be_set_for_the_preprocessing(tmp_path):
     assert vitrail.load(tmp_path / "m", image_size=32).info.preprocess.image_size == (32, 32)
 
 
-def test_one_channel_gives_the_logits_of_three_on_gray_images(vit, folder, photograph, caplog):
-    gray = vitrail.load(folder, channels=1)
+def test_one_channel_gives_the_logits_of_three_on_gray_images(vit, model_folder, photograph, caplog):
+    gray = vitrail.load(model_folder, channels=1)
     assert "for 1 channel the first filters were summed over the 3 channels." in caplog.text
     image = photograph.convert("L")
     torch.testing.assert_close(gray.logits(image), vit.logits(image), rtol=1e-5, atol=1e-5)
@@ -255,8 +237,8 @@ def test_one_channel_gives_the_logits_of_three_on_gray_images(vit, folder, photo
     assert gray.predict(np.asarray(image)) == gray.predict(image)
 
 
-def test_four_channels_include_the_alpha_channel(folder, photograph, caplog):
-    rgba = vitrail.load(folder, channels=4)
+def test_four_channels_include_the_alpha_channel(model_folder, photograph, caplog):
+    rgba = vitrail.load(model_folder, channels=4)
     assert "for 4 channels the first filters were repeated from 3 to 4 and scaled by 3/4." in caplog.text
     image = photograph.convert("RGBA")
     opaque_logits = rgba.logits(image)
@@ -266,37 +248,37 @@ def test_four_channels_include_the_alpha_channel(folder, photograph, caplog):
     assert torch.equal(rgba.logits(photograph), opaque_logits)
 
 
-def test_two_channels_require_arrays(folder, photograph):
-    two_channel = vitrail.load(folder, channels=2)
+def test_two_channels_require_arrays(model_folder, photograph):
+    two_channel = vitrail.load(model_folder, channels=2)
     assert two_channel.logits(np.zeros((40, 50, 2), np.uint8)).shape == (1, 5)
     with pytest.raises(ImageError, match="cannot be given 2 channels"):
         two_channel.predict(photograph)
 
 
-def test_new_classes_get_a_zero_head(folder, photograph, caplog):
-    changed = vitrail.load(folder, num_classes=3, labels=["a", "b", "c"])
+def test_new_classes_get_a_zero_head(model_folder, photograph, caplog):
+    changed = vitrail.load(model_folder, num_classes=3, labels=["a", "b", "c"])
     assert "the head is new: 3 classes, all zeros until trained." in caplog.text
     assert [p.label for p in changed.predict(photograph)] == ["a", "b", "c"]
     assert changed.logits(photograph).eq(0).all()
-    assert vitrail.load(folder, num_classes=3).labels is None
+    assert vitrail.load(model_folder, num_classes=3).labels is None
 
 
-def test_same_number_of_classes_keeps_the_head_with_a_note(vit, folder, photograph, caplog):
-    reloaded = vitrail.load(folder, num_classes=5)
+def test_same_number_of_classes_keeps_the_head_with_a_note(vit, model_folder, photograph, caplog):
+    reloaded = vitrail.load(model_folder, num_classes=5)
     assert "its head is kept" in caplog.text
     assert torch.equal(reloaded.logits(photograph), vit.logits(photograph))
 
 
-def test_num_classes_zero_removes_the_head(vit, folder, photograph):
-    headless = vitrail.load(folder, num_classes=0)
+def test_num_classes_zero_removes_the_head(vit, model_folder, photograph):
+    headless = vitrail.load(model_folder, num_classes=0)
     torch.testing.assert_close(headless.embed(photograph), vit.embed(photograph))
 
 
-def test_labels_are_read_from_a_file_and_their_number_is_checked(folder, tmp_path):
+def test_labels_are_read_from_a_file_and_their_number_is_checked(model_folder, tmp_path):
     (tmp_path / "names.txt").write_text("\n".join("abcde"))
-    assert vitrail.load(folder, labels=tmp_path / "names.txt").labels == tuple("abcde")
+    assert vitrail.load(model_folder, labels=tmp_path / "names.txt").labels == tuple("abcde")
     with pytest.raises(ConfigError, match="got 2 names, expected 5"):
-        vitrail.load(folder, labels=["a", "b"])
+        vitrail.load(model_folder, labels=["a", "b"])
 
 
 def test_family_selects_the_defaults_of_a_bare_file(vit, tmp_path):
@@ -308,16 +290,16 @@ def test_family_selects_the_defaults_of_a_bare_file(vit, tmp_path):
         vitrail.load(tmp_path / "bare.pth", family="DeiTT")
 
 
-def test_other_keywords_override_the_config(folder):
-    assert vitrail.load(folder, activation="gelu-quick").config.activation == "gelu-quick"
+def test_other_keywords_override_the_config(model_folder):
+    assert vitrail.load(model_folder, activation="gelu-quick").config.activation == "gelu-quick"
     with pytest.raises(ConfigError, match="did you mean 'activation'"):
-        vitrail.load(folder, activatoin="gelu")
+        vitrail.load(model_folder, activatoin="gelu")
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # emitted by the TF32 switch itself
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_bfloat16_model_returns_float32(vit, folder, photograph, dtype):
-    half = vitrail.load(folder, dtype=dtype)
+def test_bfloat16_model_returns_float32(vit, model_folder, photograph, dtype):
+    half = vitrail.load(model_folder, dtype=dtype)
     assert half.dtype == torch.bfloat16
     with torch.backends.mkldnn.flags(enabled=False):  # some virtual machines report AMX and crash in its kernels
         logits, features = half.logits(photograph), half.embed(photograph)
@@ -325,24 +307,24 @@ def test_bfloat16_model_returns_float32(vit, folder, photograph, dtype):
     torch.testing.assert_close(logits, vit.logits(photograph), rtol=0.1, atol=0.1)
 
 
-def test_float64_model_returns_float64(vit, folder, photograph):
-    double = vitrail.load(folder, dtype="float64").logits(photograph)
+def test_float64_model_returns_float64(vit, model_folder, photograph):
+    double = vitrail.load(model_folder, dtype="float64").logits(photograph)
     assert double.dtype == torch.float64
     torch.testing.assert_close(double.float(), vit.logits(photograph), rtol=1e-5, atol=1e-5)
 
 
-def test_unknown_dtypes_and_devices_are_one_sentence_errors(folder):
+def test_unknown_dtypes_and_devices_are_one_sentence_errors(model_folder):
     with pytest.raises(ConfigError, match=r"no dtype 'bfloat'.*did you mean 'bfloat16'"):
-        vitrail.load(folder, dtype="bfloat")
+        vitrail.load(model_folder, dtype="bfloat")
     with pytest.raises(ConfigError, match="there is no device 'gpu'; try cpu, cuda"):
-        vitrail.load(folder, device="gpu")
+        vitrail.load(model_folder, device="gpu")
     with pytest.raises(ConfigError, match="there is no device 'gpu'"):
-        vitrail.load(folder).to("gpu")
+        vitrail.load(model_folder).to("gpu")
 
 
-def test_notes_name_the_model_and_are_logged_once(folder, caplog):
-    vitrail.load(folder, channels=1)
-    vitrail.load(folder, channels=1)
+def test_notes_name_the_model_and_are_logged_once(model_folder, caplog):
+    vitrail.load(model_folder, channels=1)
+    vitrail.load(model_folder, channels=1)
     assert [r.getMessage() for r in caplog.records] == [
         "small: for 1 channel the first filters were summed over the 3 channels."
     ]

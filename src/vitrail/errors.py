@@ -9,7 +9,8 @@
     ├── CheckpointError      a weights file that cannot be read or written
     │   ├── FormatError      unknown layout, unexpected or missing tensors, wrong shapes
     │   └── ConversionError  the target format cannot represent part of this model
-    └── NotFoundError        no such file, model, label list or hub repository
+    ├── NotFoundError        no such file, model, label list or hub repository
+    └── PluginError          code from another package that cannot be imported or fails
 
 Each message has one or two sentences: what was got, what was expected, what to try. The command line
 prints only the message; `--debug` adds the traceback.
@@ -59,6 +60,10 @@ class ConversionError(CheckpointError):
 
 class NotFoundError(VitrailError, LookupError):
     """No such file, model, label list or hub repository."""
+
+
+class PluginError(VitrailError):
+    """Code from another package that cannot be imported or fails."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from vitrail.models import Net, Output, ViT
 from vitrail.models.base import eval_mode
 from vitrail.models.output import concat_outputs
 from vitrail.predictions import Prediction, check_top, class_label, top_predictions
-from vitrail.runtime import pick_device, pick_dtype, warn_once
+from vitrail.runtime import parse_dtype, pick_device, warn_once
 from vitrail.runtime.amx import check_bfloat16
 from vitrail.runtime.cores import usable_cores
 from vitrail.weights import checkpoint
@@ -93,7 +93,7 @@ class Model:
         """Move this model, in place, to a device ("cuda", "mps", "cpu", "auto") or dtype (or `to(torch.bfloat16)`)."""
         if isinstance(device, torch.dtype):
             device, dtype = None, device
-        self.net.to(self.device if device is None else pick_device(device), pick_dtype(dtype) or self.dtype)
+        self.net.to(self.device if device is None else pick_device(device), parse_dtype(dtype) or self.dtype)
         self._check_bfloat16()
         return self
 

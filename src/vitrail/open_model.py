@@ -17,7 +17,7 @@ from vitrail.model import Model
 from vitrail.models import Net, build
 from vitrail.models.families import FAMILIES
 from vitrail.models.model_names import config_from_name, find_published
-from vitrail.runtime import pick_device, pick_dtype, warn_once
+from vitrail.runtime import parse_dtype, pick_device, warn_once
 from vitrail.weights import module_reader
 from vitrail.weights.class_names import assume_imagenet_labels, read_labels
 from vitrail.weights.loading import adapt_model, load_checkpoint
@@ -75,7 +75,7 @@ def load(
         requested = size | {"family": family, "section": section}
         return open_exported(file, labels=labels, device=device, dtype=dtype, **requested, **overrides)
     target = pick_device(device)
-    options: dict[str, Any] = {"family": family, "dtype": pick_dtype(dtype), "check_finite": check_finite}
+    options: dict[str, Any] = {"family": family, "dtype": parse_dtype(dtype), "check_finite": check_finite}
     if isinstance(source, nn.Module):
         net, info = adapt_model(*module_reader.read_module(source, overrides=overrides, **options), **size)
     else:

@@ -7,35 +7,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from small_models import gradient, model, small
+from training.commands import CommandResult
 
 from vitrail import runtime
 from vitrail.cli import main
 
-
-@dataclass
-class Result:
-    """Exit status and output of a command."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def errors(self) -> list[str]:
-        """Messages of the lines on standard error that start with `error: `."""
-        return [line.removeprefix("error: ") for line in self.err.splitlines() if line.startswith("error: ")]
-
-    @property
-    def notes(self) -> list[str]:
-        return [line.removeprefix("note: ") for line in self.err.splitlines() if line.startswith("note: ")]
-
-
-Command = Callable[..., Result]
+Command = Callable[..., CommandResult]
 
 
 @pytest.fixture
@@ -45,10 +26,10 @@ def vitrail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     logger = logging.getLogger("vitrail")
     before = logger.handlers, logger.level, logger.propagate
 
-    def run(*arguments: object) -> Result:
+    def run(*arguments: object) -> CommandResult:
         capsys.readouterr()
         status = main([str(a) for a in arguments])
-        return Result(status, *capsys.readouterr())
+        return CommandResult(status, *capsys.readouterr())
 
     yield run
     logger.handlers, logger.level, logger.propagate = before
@@ -58,11 +39,11 @@ def vitrail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 def process() -> Command:
     """Run the command in a subprocess: `process("predict", path)`."""
 
-    def run(*arguments: object, **options: object) -> Result:
+    def run(*arguments: object, **options: object) -> CommandResult:
         command = [sys.executable, "-m", "vitrail", *map(str, arguments)]
         environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
         completed = subprocess.run(command, capture_output=True, text=True, env=environment, **options)  # type: ignore[call-overload]
-        return Result(completed.returncode, completed.stdout, completed.stderr)
+        return CommandResult(completed.returncode, completed.stdout, completed.stderr)
 
     return run
 

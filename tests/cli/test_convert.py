@@ -171,24 +171,6 @@ def test_checkpoint_can_be_converted_in_place(vitrail, weights, tmp_path):
     assert package.load(folder).labels == package.load(weights).labels
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--to", "tim"], "unknown format 'tim'; did you mean 'timm'?"),
-        (["--family", "DeiTT"], "no family is called 'DeiTT'; did you mean 'DeiT'?"),
-        (["--set", "num_haeds=4"], "no field 'num_haeds'; did you mean 'num_heads'?"),
-        (["--set", "heads"], "--set expects KEY=VALUE, such as num_heads=4, got 'heads'."),
-        (["--section", "teacher"], "it has no section 'teacher'"),
-    ],
-)
-def test_invalid_arguments_are_one_sentence_errors(vitrail, weights, tmp_path, arguments, message):
-    result = vitrail("convert", weights, tmp_path / "out", *arguments)
-    assert (result.status, result.out) == (1, "")
-    assert len(result.errors) == len(result.err.splitlines()) == 1
-    assert message in result.errors[0]
-    assert relative_paths(tmp_path) == []
-
-
 def test_missing_source_is_a_one_sentence_error(vitrail, tmp_path):
     result = vitrail("convert", tmp_path / "nothing.pth", tmp_path / "out")
     assert result.status == 1

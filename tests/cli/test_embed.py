@@ -124,22 +124,6 @@ def test_unreadable_images_are_named_and_skipped(vitrail, weights, classes, tmp_
     assert (allowed.status, allowed.errors) == (0, [])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--layer", "13"), "there is no layer 13 of 2; expected 0 to 2."),
-        (("--layer", "x"), "--layer expects whole numbers such as 5 or 1,5,10, got 'x'."),
-        (("--pool", "max"), "no pooling is called 'max'; available: mean, pooled, token, token+mean."),
-        (("--feature-dtype", "int8"), "features cannot be stored as 'int8'; available: float16, float32."),
-        (("--split", "tset"), "there is no split 'tset'; did you mean 'test'?"),
-    ],
-)
-def test_invalid_options_are_one_sentence_errors(vitrail, weights, classes, tmp_path, options, message):
-    result = vitrail("embed", "-m", weights, "--data", classes, "--out", tmp_path / "f.parquet", *options)
-    assert (result.status, result.errors) == (1, [message])
-    assert not list(tmp_path.glob("f.parquet*"))
-
-
 def test_missing_split_is_a_one_sentence_error(vitrail, weights, classes, tmp_path):
     result = vitrail(
         "embed", "-m", weights, "--data", classes, "--out", tmp_path / "f.parquet", "--split", "validation"

@@ -91,28 +91,6 @@ def test_file_names_include_folders_only_if_needed(paths, names):
     assert stems([Path(p) for p in paths]) == names
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--layer", "3"], "there is no layer 3: this network has layers 1 to 2"),
-        (["--layer", "last"], "--layer expects numbers"),
-        (["--class", "horse"], "there is no class 'horse'"),
-        (["--class", "9"], "there is no class 9: this model has 5"),
-        (["--query", "distill"], "this network has no token 'distill': it has class and patches"),
-        (["--query", "5,1"], "no patch in row 5, column 1"),
-        (["--method", "lime"], "there is no method 'lime'"),
-        (["--format", "gif"], "no format 'gif'"),
-        (["--method", ","], "expected comma-separated names"),
-    ],
-)
-def test_invalid_options_are_one_sentence_errors(vitrail, weights, image, tmp_path, options, message):
-    result = vitrail("explain", image, "-m", weights, "-o", tmp_path / "out", *options)
-    assert result.status in (1, 2)
-    assert len(result.errors) == 1
-    assert message in result.errors[0]
-    assert not (tmp_path / "out").exists()
-
-
 def test_network_without_attention_supports_only_occlusion(vitrail, bit, image, tmp_path):
     result = vitrail("explain", image, "-m", bit, "--method", "rollout", "-o", tmp_path / "out")
     assert result.status == 1
@@ -137,25 +115,6 @@ def test_selected_figures_are_listed_as_json(vitrail, weights, tmp_path):
         "figures", "-m", weights, "--what", "positions", "-o", tmp_path / "out", "--format", "npz", "--json"
     )
     assert json.loads(result.out) == [str(tmp_path / "out" / "positions.npz")]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--what", "filter"], "there is no figure 'filter'; did you mean 'filters'"),
-        (["--what", "colors", "--layer", "5"], "there is no layer 5"),
-        (["--what", "positions", "--layer", "5"], "there is no layer 5"),
-        (["--timeline", "--layer", "1"], "--layer cannot be combined with --timeline"),
-        (["--timeline", "--format", "pdf"], "--format cannot be combined with --timeline"),
-        (["--timeline", "-m", "weights.npz"], "--timeline expects a run folder: --model runs/digits, got weights.npz"),
-        (["--data", "nowhere/"], "nowhere"),
-    ],
-)
-def test_invalid_figure_options_are_one_sentence_errors(vitrail, weights, tmp_path, options, message):
-    result = vitrail("figures", "-m", weights, "-o", tmp_path / "out", *options)
-    assert result.status == 1
-    assert len(result.errors) == 1
-    assert message in result.errors[0]
 
 
 def test_empty_data_folder_is_a_one_sentence_error(vitrail, weights, tmp_path):

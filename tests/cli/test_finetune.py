@@ -184,32 +184,6 @@ def test_drop_path_of_a_checkpoint_can_be_changed(vitrail: Command, start: Path,
     assert RunFolder(Path("run")).read_config().model.drop_path == 0.2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--recipe", "papers"], "no fine-tuning recipe is called 'papers'; did you mean 'paper'?"),
-        (["--trainable", "heads"], "OptimConfig.trainable='heads' is not one of its values; did you mean 'head'?"),
-        (["--trainable", "7"], "trainable=7 blocks, but the network has 2; try trainable=all."),
-        (["--image-size", "17"], "17"),
-        (["--image-size", "big"], "--image-size expects 384 or 384x288"),
-        (["model.depth=5"], "model.depth=5, but the checkpoint has 2"),
-        (["optim.lr"], "got 'optim.lr', expected key=value"),
-        (["batch_size=1000"], "batch_size=1000 is more than the 52 images"),
-        (["data.class_names=('red',)"], "has the class"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_invalid_options_are_one_sentence_errors(
-    vitrail: Command, start: Path, album: Path, arguments: list[str], message: str
-):
-    result = vitrail("finetune", "--model", start, "--data", album, *QUICK, *arguments)
-    assert result.status == 1
-    assert len(result.errors) == 1
-    assert message in result.errors[0]
-    assert "unexpected error" not in result.err
-    assert not Path("runs").exists()
-
-
 def test_missing_model_or_data_is_a_one_sentence_error(vitrail: Command, start: Path, album: Path):
     for arguments, message in {
         ("--model", "nowhere/model", "--data", str(album)): "nowhere/model",

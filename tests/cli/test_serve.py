@@ -121,7 +121,7 @@ def test_on_loopback_only_loopback_names_are_accepted(vitrail, weights, started,
 
 def test_calibration_images_reach_the_engine(vitrail, weights, started, monkeypatch, tmp_path):
     from vitrail.engines.engine import torch_engine
-    from vitrail.exporting import autotune
+    from vitrail.exporting import open_engine as engines
 
     arguments = {}
 
@@ -134,33 +134,9 @@ def test_calibration_images_reach_the_engine(vitrail, weights, started, monkeypa
     for number in range(3):
         (images / f"{number}.jpg").write_bytes(photo(number))
     vitrail("serve", weights, "--port", 0, "--engine", "auto", "--calibrate", images)
-    monkeypatch.setattr(autotune, "open_engine", open_engine)
+    monkeypatch.setattr(engines, "open_engine", open_engine)
     started["opener"]()
     assert (arguments["engine"], len(arguments["calibrate"])) == ("auto", 3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["a", "--model", "b"], "got a and --model b, expected one of them"),
-        (["--engine", "torsch"], "no engine 'torsch'; did you mean 'torch'"),
-        (
-            ["--engine", "openvino", "--dtype", "bfloat16"],
-            "--dtype bfloat16 is only for torch; openvino has a fixed dtype",
-        ),
-        (["--calibrate", "images"], "--calibrate needs --engine auto"),
-        (["--token", "nothing-of-that-name"], "no such file and no environment variable"),
-        (["--image-size", "huge"], "--image-size expects 384"),
-        (["--host", "no.such.host.invalid"], "cannot listen at no.such.host.invalid"),
-        (["--port", "99999"], "port"),
-        (["--workers", "0"], "workers"),
-    ],
-)
-def test_invalid_options_are_one_sentence_errors(vitrail, options, message):
-    result = vitrail("serve", *options)
-    assert result.status in (1, 2)
-    assert len(result.errors) == 1
-    assert message in result.errors[0]
 
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded(vitrail):

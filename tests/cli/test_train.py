@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 from cli.conftest import Command
-from training.small_runs import file_contents, identical_weights, logged_metrics, one_thread
+from training.small_runs import TINY_OVERRIDES, file_contents, identical_weights, logged_metrics, one_thread
 
 import vitrail as package
 from vitrail.recipes import RECIPES
 from vitrail.runs.run_folder import RunFolder
 
 TINY = (
-    "model.width=16", "model.depth=2", "model.num_heads=2", "model.mlp_dim=32", "batch_size=64", "data.workers=0",
-    "compare=()",
+    *TINY_OVERRIDES, "batch_size=64", "data.workers=0", "compare=()",
     "schedule.warmup=0 steps", "duration=12 steps", "log_every=3 steps", "evaluate_every=6 steps",
     "checkpoint_every=4 steps", "device=cpu",
 )  # fmt: skip
@@ -209,7 +208,7 @@ def test_recipes_are_listed(vitrail: Command):
         (["digits", "optim.learning=1"], "no setting 'optim.learning': OptimConfig has no 'learning'"),
         (["digits", "optm.lr=1"], "no setting 'optm.lr': TrainConfig has no 'optm'; did you mean 'optim.lr'?"),
         (["digits", "optim.lr", "0.1"], "the setting optim.lr has no value; settings are written optim.lr=VALUE."),
-        (["digits", "optim.lr=fast"], "OptimConfig.lr expects float, got 'fast'."),
+        (["digits", "optim.lr=fast"], "optim.lr expects float, got 'fast'."),
         (["digits", "batch_size=0"], "batch_size=0: one image or more."),
         (
             ["digits", "batch_size=5000"],
@@ -233,7 +232,7 @@ def test_recipes_are_listed(vitrail: Command):
         (["digits", "objective=distill", "distill.teacher=gone/"], "gone"),
         (["digits", "compare=('model.posture=none',)"], "no setting 'model.posture'"),
         (["digits", "seed=99999999999999999999"], "seed=99999999999999999999 is too large"),
-        (["digits", "keep=both"], "TrainConfig.keep='both' is not one of its values"),
+        (["digits", "keep=both"], "keep='both' is not one of its values"),
         (["--resume"], "there is no run to resume in runs/digits: it has no config.json."),
         (["--resume", "--out", "nowhere"], "there is no run to resume in nowhere"),
     ],

@@ -63,21 +63,6 @@ def test_missing_tasks_and_their_layout_are_printed(vitrail, weights, tasks):
     assert "train800.txt, val200.txt and test.txt" in result.out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--method", "magic"), "method='magic': expected finetune or linear."),
-        (("--lr", "fast"), "--lr expects numbers such as 0.003,0.01, got 'fast'."),
-        (("--tasks", "mnist"), "VTAB has no task 'mnist'"),
-        (("--tasks", "dtd"), "does not contain the task dtd; expected a folder such as dtd."),
-    ],
-)
-def test_invalid_options_are_one_sentence_errors(vitrail, weights, tasks, options, message):
-    result = vitrail("vtab", "-m", weights, "--root", tasks, *options)
-    assert result.status == 1
-    assert message in result.errors[0]
-
-
 @pytest.mark.slow
 def test_fine_tuning_follows_the_protocol(vitrail, weights, tasks, tmp_path):
     """The learning rate is chosen on val200, then all 1,000 images are used; a second call reuses the runs."""

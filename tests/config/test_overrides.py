@@ -6,40 +6,15 @@ from dataclasses import fields
 
 import pytest
 
-from vitrail.config import (
-    AugmentConfig,
-    BiTConfig,
-    ClassifyConfig,
-    Config,
-    DataConfig,
-    DistillConfig,
-    MaskedPatchConfig,
-    OptimConfig,
-    PreprocessConfig,
-    ScheduleConfig,
-    StemConfig,
-    TrainConfig,
-    ViTConfig,
-    override,
-)
+import vitrail.config
+from vitrail.config import Config, Duration, StemConfig, TrainConfig, ViTConfig, override
 from vitrail.config.overrides import field_docs, format_type, format_value, list_settings, parse_value, suggest_setting
 from vitrail.config.sizes import SIZES, vit
 from vitrail.errors import ConfigError
 from vitrail.recipes import RECIPES
 
-CONFIGS = (
-    AugmentConfig,
-    BiTConfig,
-    ClassifyConfig,
-    DataConfig,
-    DistillConfig,
-    MaskedPatchConfig,
-    OptimConfig,
-    PreprocessConfig,
-    ScheduleConfig,
-    StemConfig,
-    ViTConfig,
-)
+EXPORTED = [c for c in vars(vitrail.config).values() if isinstance(c, type) and issubclass(c, Config)]
+CONFIGS = [c for c in EXPORTED if c not in (Config, TrainConfig, Duration)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
@@ -122,3 +97,32 @@ def test_variant_with_changes_keeps_the_rest():
 def test_unknown_variant_is_an_error(name: str):
     with pytest.raises(ConfigError, match="expected SIZE/PATCH, such as S/16"):
         vit(name)
+
+
+VIT = ViTConfig(stem=StemConfig(), patch_size=1)
+RUN = TrainConfig(model=ViTConfig(image_size=32, patch_size=4, num_classes=0))
+
+
+@pytest.mark.parametrize(
+    ("config", "assignment", "message"),
+    [
+        (VIT, "num_head=4", "ViTConfig has no 'num_head'; did you mean 'num_heads'"),
+        (VIT, "stem.widht_factor=2", "did you mean 'stem.width_factor'"),
+        (VIT, "num_heads.x=2", "'num_heads' is 12, which has no parts"),
+        (VIT, "num_heads", "expected key=value"),
+        (VIT, "num_heads=four", "num_heads expects int, got 'four'"),
+        (VIT, "num_heads=true", "expects int"),
+        (VIT, "activation=relu", "is not one of its values"),
+        (VIT, "activation=gelu_tanh", "did you mean 'gelu-tanh'"),
+        (VIT, "num_heads=5", "width=768 is not divisible into num_heads=5"),
+        (RUN, "optim.lrr=1", "did you mean 'optim.lr'"),
+        (RUN, "optimizer.lr=1", "did you mean 'optim.lr'"),
+        (RUN, "schedule.warm=1 step", "did you mean 'schedule.warmup'"),
+        (RUN, "optim=3", "OptimConfig"),
+        (RUN, "seed=1.5", "seed expects int, got 1.5"),
+        (RUN, "optim.trainable=last", "is not one of its values; it is a whole number, all or head."),
+    ],
+)
+def test_invalid_overrides_are_errors_with_suggestions(config: Config, assignment: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        override(config, [assignment])

@@ -157,19 +157,3 @@ def test_overrides_reach_every_section() -> None:
     assert changed.augment.policy == "none"
     assert (changed.batch_size, changed.ema, changed.evaluate_every) == ("auto", None, None)
     assert changed.duration.count == 1_500_000
-
-
-@pytest.mark.parametrize(
-    ("assignment", "message"),
-    [
-        ("optim.lrr=1", "did you mean 'optim.lr'"),
-        ("optimizer.lr=1", "did you mean 'optim.lr'"),
-        ("schedule.warm=1 step", "did you mean 'schedule.warmup'"),
-        ("optim=3", "OptimConfig"),
-        ("seed=1.5", "TrainConfig.seed expects int, got 1.5"),
-        ("optim.trainable=last", "is not one of its values; it is a whole number, all or head."),
-    ],
-)
-def test_invalid_overrides_are_errors_with_suggestions(assignment: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        override(RUN, [assignment])

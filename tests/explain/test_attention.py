@@ -11,9 +11,9 @@ import torch
 from compare import randomized
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import small
+from small_models import POOLS, small
 
-from vitrail.config import BiTConfig, StemConfig, ViTConfig
+from vitrail.config import BiTConfig, ViTConfig
 from vitrail.errors import ModelError
 from vitrail.explain import attention as attention_module
 from vitrail.explain import attention_distance, rollout_map
@@ -27,18 +27,10 @@ from vitrail.explain.attention import (
 )
 from vitrail.models import build
 
-CONFIGS = {
-    "token": small(),
-    "registers": small(num_registers=3),
-    "distilled": small(distilled=True),
-    "gap": small(pool="gap", class_token=False),
-    "token+gap": small(pool="token+gap"),
-    "map": small(pool="map", class_token=False),
-    "coca": small(pool="coca", pool_width=6, pool_heads=3),
+CONFIGS = POOLS | {
     "relative": small(position="relative"),
     "rope": small(position="rope-2d"),
     "every layer": small(position="learned-1d", position_at="layers"),
-    "hybrid": small(image_size=64, patch_size=1, stem=StemConfig(layers=(1, 1), width_factor=0.5)),
     "qk-norm": small(qk_norm=True, layer_scale=0.1),
 }
 
@@ -129,13 +121,13 @@ def test_rows_sum_to_one_in_half_precision():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_attention_to_patches_and_special_tokens_sums_to_one(name: str):
+def test_attention_to_patches_and_prefix_tokens_sums_to_one(name: str):
     config = CONFIGS[name]
     net = randomized(build(config)).eval()
-    views, special = attention_maps(net, random_images(config))
+    views, prefix = attention_maps(net, random_images(config))
     assert views.shape == (config.depth, 2, config.num_heads, *config.grid)
-    assert special.shape == (config.depth, 2, config.num_heads, config.num_prefix_tokens)
-    torch.testing.assert_close(views.sum((3, 4)) + special.sum(3), torch.ones(config.depth, 2, config.num_heads))
+    assert prefix.shape == (config.depth, 2, config.num_heads, config.num_prefix_tokens)
+    torch.testing.assert_close(views.sum((3, 4)) + prefix.sum(3), torch.ones(config.depth, 2, config.num_heads))
 
 
 def test_query_is_a_patch_row_and_column():
@@ -143,14 +135,14 @@ def test_query_is_a_patch_row_and_column():
     net = randomized(build(config)).eval()
     images = random_images(config)
     attention = net.features(images, outputs=("attention",)).attention
-    views, special = attention_maps(net, images, query=(2, 3))
+    views, prefix = attention_maps(net, images, query=(2, 3))
     token = 3 + 1 * config.grid[1] + 2
     for layer, weights in enumerate(attention):
         torch.testing.assert_close(views[layer].flatten(2), weights[:, :, token, 3:])
-        torch.testing.assert_close(special[layer], weights[:, :, token, :3])
+        torch.testing.assert_close(prefix[layer], weights[:, :, token, :3])
 
 
-def test_special_tokens_have_names():
+def test_prefix_tokens_have_names():
     net = build(small(distilled=True, num_registers=2))
     assert net.config.prefix_token_names == ("class", "distill", "register 1", "register 2")
     assert [token_index(net, name, (4, 4)) for name in net.config.prefix_token_names] == [0, 1, 2, 3]
@@ -175,7 +167,7 @@ def test_queries_are_parsed(text: str, query: object):
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ("distill", "no token 'distill': it has class, register 1 and patches"),
+        ("distill", "unknown query 'distill'; expected pooled, class, register 1, or a patch"),
         ((5, 1), "no patch in row 5, column 1: the grid has rows 1 to 4 and columns 1 to 4"),
         ((0, 1), "no patch in row 0, column 1"),
     ],

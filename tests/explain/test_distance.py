@@ -63,7 +63,7 @@ def test_identity_attention_has_distance_zero(grid, side, special):
 @settings(max_examples=30)
 @given(grids, sides, sides, st.integers(0, 3), st.floats(0.01, 1))
 def test_uniform_attention_has_the_mean_distance_of_all_pairs(grid, down, across, special, share):
-    """Attention to special tokens does not change it."""
+    """Attention to prefix tokens does not change it."""
     size, count = (grid[0] * down, grid[1] * across), grid[0] * grid[1]
     attention = torch.full((1, 1, special + count, special + count), share, dtype=torch.float64)
     attention[..., :special] = 1 - share

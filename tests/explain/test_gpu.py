@@ -37,12 +37,12 @@ def test_explanations_on_gpu_equal_those_on_cpu(name: str, monkeypatch: pytest.M
 
 
 def _explanations(net, images, targets) -> dict[str, torch.Tensor]:
-    views, special = attention_maps(net, images)
+    views, prefix = attention_maps(net, images)
     return {
         "rollout": rollout_map(net, images),
         "gradient": gradient_rollout(net, images, targets),
         "views": views,
-        "special": special,
+        "prefix": prefix,
         "distance": attention_distance(net, images),
         "occlusion": occlusion(net, images, targets, size=1),
         "positions": torch.from_numpy(position_similarity(net)),

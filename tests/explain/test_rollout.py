@@ -8,24 +8,13 @@ import torch
 from compare import randomized
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import small
+from small_models import POOLS, small
 from torch import Tensor
 
-from vitrail.config import BiTConfig, StemConfig, ViTConfig
+from vitrail.config import BiTConfig, ViTConfig
 from vitrail.errors import ModelError
 from vitrail.explain import rollout, rollout_map
 from vitrail.models import ViT, build
-
-POOLS = {
-    "token": small(),
-    "registers": small(num_registers=3),
-    "distilled": small(distilled=True),
-    "gap": small(pool="gap", class_token=False),
-    "token+gap": small(pool="token+gap"),
-    "map": small(pool="map", class_token=False),
-    "coca": small(pool="coca", pool_width=6, pool_heads=3),
-    "hybrid": small(image_size=64, patch_size=1, stem=StemConfig(layers=(1, 1), width_factor=0.5)),
-}
 
 
 def random_attention(count: int, batch: int, heads: int, tokens: int, seed: int = 0) -> list[Tensor]:

@@ -14,6 +14,7 @@ import torch
 from compare import randomized
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.colors import to_rgb
 from PIL import Image
 from small_models import small
 from training.small_runs import digits_config, one_thread, train_run
@@ -29,7 +30,7 @@ from vitrail.explain.animation import (
     similarity_grid,
     strip_moments,
 )
-from vitrail.explain.canvas import HEAT
+from vitrail.explain.canvas import COLORS, FAINT, HEAT, INK, QUIET
 from vitrail.explain.distance import attention_distance, uniform_distance
 from vitrail.explain.filters import filters
 from vitrail.explain.positions import position_similarity
@@ -228,6 +229,16 @@ def test_palette_keeps_the_colors_of_the_scale(tmp_path: Path):
         decoded = np.asarray(gif.convert("RGB")).astype(int)
     assert np.abs(decoded[:20] - ramp).max() <= 4
     assert (decoded[20:] == 255).all()
+
+
+def test_palette_keeps_the_drawing_colors(tmp_path: Path):
+    """The accuracy curve is blue, not the nearest color of the scale."""
+    ramp = np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8)
+    colors = [tuple(round(255 * part) for part in to_rgb(color)) for color in (INK, QUIET, FAINT, COLORS[0])]
+    ramp[0, :4] = colors
+    with Image.open(save_gif([ramp, ramp[::-1]], tmp_path / "a.gif")) as gif:
+        decoded = np.asarray(gif.convert("RGB"))
+    assert [tuple(pixel) for pixel in decoded[0, :4].tolist()] == colors
 
 
 def test_strip_titles_have_the_epoch_and_measured_scores():

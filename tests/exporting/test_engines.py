@@ -22,10 +22,10 @@ from vitrail.engines import export_metadata, openvino_engine
 from vitrail.engines.engine import open_file
 from vitrail.engines.export_metadata import ExportMetadata
 from vitrail.errors import CheckpointError, ConfigError
-from vitrail.exporting import autotune, engine_cache
-from vitrail.exporting.autotune import open_engine
+from vitrail.exporting import autotune, compare, engine_cache
 from vitrail.exporting.compare import Environment
 from vitrail.exporting.exporter import export
+from vitrail.exporting.open_engine import open_engine
 from vitrail.runtime import amx
 from vitrail.runtime.cpu import CpuInfo
 
@@ -321,7 +321,7 @@ def test_a_fixed_batch_is_not_split(openvino_file, torch_engine, images):
 
 
 def test_an_engine_that_gives_different_outputs_for_a_file_is_refused(onnx_file, monkeypatch):
-    monkeypatch.setitem(autotune.TOLERANCE, "float32", -1)
+    monkeypatch.setitem(compare.TOLERANCE, "float32", -1)
     with pytest.raises(CheckpointError, match=r"openvino gives different outputs for .* than onnxruntime"):
         open_engine(onnx_file.path, "openvino")
 

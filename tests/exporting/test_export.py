@@ -23,9 +23,9 @@ from vitrail.engines.engine import FileEngine, TorchEngine, open_file
 from vitrail.engines.export_metadata import ExportMetadata
 from vitrail.errors import CheckpointError, ConfigError, FormatError, ModelError
 from vitrail.exporting import compare, exporter, formats
-from vitrail.exporting.autotune import open_engine
 from vitrail.exporting.export_options import format_from_path, normalize_precision, target_path
 from vitrail.exporting.exporter import calibration_batches, export
+from vitrail.exporting.open_engine import open_engine
 from vitrail.exporting.sample_images import sample_images
 from vitrail.runtime.cores import usable_cores
 from vitrail.runtime.cpu import detect_cpu
@@ -229,11 +229,11 @@ def test_fixed_calibration_batches_are_filled_by_repeating_the_first_images(tiny
     assert calibration_batches(metadata, []) == []
 
 
-def test_metadata_name_the_special_tokens(tiny):
-    assert ExportMetadata(info=tiny.info, to="onnx").special_tokens == ("class",)
+def test_metadata_name_the_prefix_tokens(tiny):
+    assert ExportMetadata(info=tiny.info, to="onnx").prefix_tokens == ("class",)
     config = small(image_size=(32, 48), distilled=True, num_registers=2)
     expected = ("class", "distill", "register 1", "register 2")
-    assert ExportMetadata(info=tiny.info.replace(config=config), to="onnx").special_tokens == expected
+    assert ExportMetadata(info=tiny.info.replace(config=config), to="onnx").prefix_tokens == expected
 
 
 @pytest.mark.parametrize(

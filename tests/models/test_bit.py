@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitrail.config import BiTConfig
+from vitrail.config import BiTConfig, StemConfig
 from vitrail.errors import ModelError
 from vitrail.models.bit import BiT, count_flops, root_pool
+from vitrail.models.hybrid import ResNetStem
 from vitrail.models.resnet import StandardizedConv
 
 SMALL = BiTConfig(layers=(1, 2), width_factor=0.5, image_size=32, num_classes=10)
@@ -215,8 +216,11 @@ def test_meta_network_loads_all_weights():
     assert torch.equal(reloaded(images), original(images))
 
 
-def test_gradient_checkpointing_does_not_change_gradients():
-    plain = randomized(BiT(SMALL)).train()
+@pytest.mark.parametrize(
+    "network", [lambda: BiT(SMALL), lambda: ResNetStem(StemConfig(layers=(1, 2), width_factor=0.5), 3)]
+)
+def test_gradient_checkpointing_does_not_change_gradients(network: Callable[[], nn.Module]):
+    plain = randomized(network()).train()
     checkpointed = copy.deepcopy(plain)
     checkpointed.gradient_checkpointing = True
     images = torch.randn(2, 3, 32, 32)

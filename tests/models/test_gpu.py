@@ -6,6 +6,7 @@ import pytest
 import torch
 from compare import randomized, relative
 from models.test_compile import KINDS
+from small_models import small
 
 from vitrail.config import ViTConfig
 from vitrail.models import build
@@ -75,17 +76,7 @@ def test_tokens_stay_in_bf16_under_autocast(kind: str) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_dropout_is_the_same_as_on_the_cpu(compiled: bool) -> None:
-    config = ViTConfig(
-        image_size=32,
-        patch_size=8,
-        width=16,
-        depth=3,
-        num_heads=2,
-        mlp_dim=24,
-        num_classes=5,
-        dropout=0.2,
-        drop_path=0.4,
-    )
+    config = small(width=16, depth=3, mlp_dim=24, dropout=0.2, drop_path=0.4)
     net, images = randomized(build(config)).double().train(), torch.randn(4, 3, 32, 32).double()
     sample_seeds = torch.randint(1 << 62, (4,))
     expected = net(images, sample_seeds)

@@ -9,23 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from small_models import small
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from vitrail.config import ViTConfig
 from vitrail.models import build
 
-CONFIG = ViTConfig(
-    image_size=16,
-    patch_size=4,
-    width=64,
-    depth=2,
-    num_heads=2,
-    mlp_dim=96,
-    num_classes=5,
-    num_registers=2,
-    pre_logits=16,
-)
+CONFIG = small(image_size=16, patch_size=4, width=64, mlp_dim=96, num_registers=2, pre_logits=16)
 
 
 def initialize_sharded(rank: int, rendezvous: str, out: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from compare import randomized, relative
 from conftest import import_peer
+from small_models import small
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig, pair
@@ -26,17 +27,7 @@ from vit_pytorch import recorder, simple_vit, vit, vit_with_patch_dropout  # noq
 pytestmark = pytest.mark.peer
 
 SIZES: dict[str, Any] = {"dim": 48, "depth": 3, "heads": 4, "dim_head": 12, "mlp_dim": 64, "num_classes": 7}
-OURS = ViTConfig(
-    patch_size=8,
-    width=48,
-    depth=3,
-    num_heads=4,
-    mlp_dim=64,
-    num_classes=7,
-    qkv_bias=False,
-    activation="gelu",
-    norm_eps=1e-5,
-)
+OURS = small(image_size=224, width=48, depth=3, num_heads=4, mlp_dim=64, num_classes=7, qkv_bias=False, norm_eps=1e-5)
 
 
 def block_weights(theirs: nn.Module) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from vitrail.config import PreprocessConfig, TrainConfig, ViTConfig, epochs
 from vitrail.data.batch import Batch
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.base import Sample
+from vitrail.data.sources.arrays import ArraySource
 from vitrail.evaluation import Scores, measure
 
 LABELS = ("cat", "dog & co", "<script>alert(1)</script>", "sea_horse")
@@ -22,22 +22,13 @@ PREPROCESS = Preprocess(PreprocessConfig(image_size=8, mean=(0.5,), std=(0.5,)))
 MODEL = ViTConfig(image_size=8, patch_size=2, channels=1, num_classes=4, width=16, depth=2, num_heads=2, mlp_dim=32)
 
 
-class Images:
+class Images(ArraySource):
     """Gray noise, 8 x 8, with labels."""
-
-    name, multi_label, blocks = "noise", False, None
 
     def __init__(self, count: int = 40, labels: tuple[str, ...] = LABELS, channels: int = 1) -> None:
         rng = np.random.default_rng(0)
-        self.labels = labels
-        self.pixels = rng.integers(0, 256, (count, 8, 8, channels), dtype=np.uint8)
-        self.targets = rng.integers(0, max(len(labels), 1), count)
-
-    def __len__(self) -> int:
-        return len(self.pixels)
-
-    def __getitem__(self, index: int) -> Sample:
-        return Sample(self.key(index), self.pixels[index], int(self.targets[index]))
+        pixels = rng.integers(0, 256, (count, 8, 8, channels), dtype=np.uint8)
+        super().__init__("noise", "test", pixels, rng.integers(0, max(len(labels), 1), count), labels)
 
     def key(self, index: int) -> str:
         return f"noise/{index:03d}.png"

@@ -33,23 +33,23 @@ SYMBOLS = (
 
 @pytest.fixture
 def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Make `find` miss one symbol, as a torch without it would."""
-    find = private_torch.find
+    """Make `torch_attribute` miss one symbol, as a torch without it would."""
+    find = private_torch.torch_attribute
 
     def hide_symbol(symbol: str) -> None:
-        monkeypatch.setattr(private_torch, "find", lambda path: None if path == symbol else find(path))
+        monkeypatch.setattr(private_torch, "torch_attribute", lambda path: None if path == symbol else find(path))
 
     return hide_symbol
 
 
 def test_every_symbol_exists_in_the_tested_torch():
-    missing = [symbol for symbol in SYMBOLS if private_torch.find(symbol) is None]
+    missing = [symbol for symbol in SYMBOLS if private_torch.torch_attribute(symbol) is None]
     assert set(missing) <= {"ops.mkldnn._linear_pointwise"}  # not in builds without oneDNN
 
 
 def test_an_unknown_symbol_is_none():
-    assert private_torch.find("_C._no_such_function") is None
-    assert private_torch.find("ops.no_such_library.no_such_operator") is None
+    assert private_torch.torch_attribute("_C._no_such_function") is None
+    assert private_torch.torch_attribute("ops.no_such_library.no_such_operator") is None
 
 
 @pytest.mark.parametrize("symbol", SYMBOLS)

@@ -14,7 +14,7 @@ SCRIPT = """
 import os, signal
 import numpy as np
 import vitrail
-from vitrail.exporting.export_model import with_engine
+from vitrail.exporting.open_engine import with_engine
 
 model, image = vitrail.load("vitrail/cifar10"), np.zeros((32, 32, 3), np.uint8)
 handled = []

@@ -14,21 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from serving import JPEG, QUICK, BusyServer, other_client, photo, run_server, served, wait_until
-from small_models import model, small
 
 import vitrail
 from vitrail.serve import batching
 from vitrail.serve.app import Service
 from vitrail.serve.image_decoder import InspectedImage
 from vitrail.serve.limits import Limits, divide_cores
-
-
-@pytest.fixture(scope="module")
-def vit() -> vitrail.Model:
-    torch.manual_seed(0)
-    return model(small())
 
 
 def test_concurrent_requests_share_a_batch_and_get_their_own_results(vit: vitrail.Model, request_pool: Any) -> None:

@@ -7,19 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from small_models import model, small
 
 import vitrail
 from vitrail.serve import batching
 from vitrail.serve.batching import choose_batch_size
 from vitrail.serve.served_model import ServedModel
-
-
-@pytest.fixture(scope="module")
-def vit() -> vitrail.Model:
-    torch.manual_seed(0)
-    return model(small())
 
 
 class FakeEngine:

@@ -18,10 +18,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from serving import QUICK, photo, png_with_size, run_server, served, wait_until
-from small_models import model, small
 
 import vitrail
 from vitrail.serve import decode_pool, decode_process, fair_queue, image_decoder, image_headers
@@ -33,12 +31,6 @@ from vitrail.serve.image_headers import is_quick_header
 from vitrail.serve.limits import Limits
 
 PNG = {"content-type": "image/png"}
-
-
-@pytest.fixture(scope="module")
-def vit() -> vitrail.Model:
-    torch.manual_seed(0)
-    return model(small())
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from vitrail.cli.serve import load_served_model
 from vitrail.engines.engine import FileEngine
 from vitrail.engines.export_metadata import ExportMetadata
 from vitrail.exporting import formats
-from vitrail.exporting.autotune import open_engine
 from vitrail.exporting.export_model import export
+from vitrail.exporting.open_engine import open_engine
 from vitrail.serve.served_model import ServedModel
 
 
@@ -31,12 +31,6 @@ def _quick_exports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch_context:
         export_quickly(patch_context)
         yield
-
-
-@pytest.fixture(scope="module")
-def vit() -> vitrail.Model:
-    torch.manual_seed(0)
-    return model(small())
 
 
 @pytest.fixture(scope="module")

@@ -8,19 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from serving import JPEG, QUICK, BusyServer, other_client, photo, run_server, served, wait_until
-from small_models import model, small
 
 import vitrail
 from vitrail.serve import app, fair_queue
 from vitrail.serve.http_errors import RequestError
-
-
-@pytest.fixture(scope="module")
-def vit() -> vitrail.Model:
-    torch.manual_seed(0)
-    return model(small())
 
 
 def test_batches_are_smaller_while_another_client_is_served(

@@ -20,8 +20,8 @@ def site(cifar10: vitrail.Model, tmp_path_factory: pytest.TempPathFactory) -> It
     """A client of a server with the bundled model, exported."""
     from serving import run_server
 
-    from vitrail.exporting.autotune import open_engine
     from vitrail.exporting.export_model import export
+    from vitrail.exporting.open_engine import open_engine
     from vitrail.serve.served_model import ServedModel
 
     with pytest.MonkeyPatch.context() as patch_context:

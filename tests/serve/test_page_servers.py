@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ pytest.importorskip("playwright", reason="Playwright is not installed: pip insta
 import uvicorn
 from playwright.sync_api import expect
 from serving import QUICK, BlockingEngine, run_server, served, wait_until
+from training.processes import free_port
 
 from vitrail.serve.app import create_app
 from vitrail.serve.served_model import ServedModel
@@ -62,10 +62,9 @@ def run_server_at(vit: vitrail.Model, port: int) -> Iterator[str]:
         thread.join(20)
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+@pytest.fixture
+def port() -> int:
+    return free_port()
 
 
 def test_a_slow_model_shows_a_status(open_page: OpenPage, cifar10: vitrail.Model) -> None:
@@ -82,9 +81,8 @@ def test_a_slow_model_shows_a_status(open_page: OpenPage, cifar10: vitrail.Model
 
 
 def test_requests_are_retried_while_the_server_is_down_and_the_view_is_kept(
-    open_page: OpenPage, cifar10: vitrail.Model
+    open_page: OpenPage, cifar10: vitrail.Model, port: int
 ) -> None:
-    port = free_port()
     with run_server_at(cifar10, port) as url:
         page = wait_until_explained(open_page(base_url=url, allowed_error=FAILED_REQUEST))
         drop_file(page, random_image(3))
@@ -105,9 +103,8 @@ def test_requests_are_retried_while_the_server_is_down_and_the_view_is_kept(
 
 
 def test_a_sample_chosen_while_the_server_is_down_loads_when_it_is_back(
-    open_page: OpenPage, cifar10: vitrail.Model
+    open_page: OpenPage, cifar10: vitrail.Model, port: int
 ) -> None:
-    port = free_port()
     with run_server_at(cifar10, port) as url:
         page = wait_until_explained(open_page(base_url=url, allowed_error=FAILED_REQUEST))
         page.wait_for_timeout(300)
@@ -120,9 +117,10 @@ def test_a_sample_chosen_while_the_server_is_down_loads_when_it_is_back(
         page.wait_for_timeout(500)
 
 
-def test_a_server_that_returns_with_another_model_reloads_the_page(open_page: OpenPage, cifar10: vitrail.Model) -> None:
+def test_a_server_that_returns_with_another_model_reloads_the_page(
+    open_page: OpenPage, cifar10: vitrail.Model, port: int
+) -> None:
     """Hidden patches and the query are dropped with the grid: patch 63 of 8 x 8 does not exist in 4 x 4."""
-    port = free_port()
     with run_server_at(cifar10, port) as url:
         page = wait_until_explained(
             open_page("#image=coffee&layer=9&hide=9.63&ask=8.8", base_url=url, allowed_error=FAILED_REQUEST)

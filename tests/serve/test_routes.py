@@ -20,12 +20,6 @@ from vitrail.serve.app import Service
 
 
 @pytest.fixture(scope="module")
-def vit() -> vitrail.Model:
-    torch.manual_seed(0)
-    return model(small())
-
-
-@pytest.fixture(scope="module")
 def running_server(vit: vitrail.Model) -> Iterator[tuple[httpx.Client, Service]]:
     with run_server(served(vit)) as client_and_service:
         yield client_and_service

@@ -40,7 +40,15 @@ class CommandResult:
 
     @property
     def errors(self) -> list[str]:
-        return [line.removeprefix("error: ") for line in self.err.splitlines() if line.startswith("error: ")]
+        """Messages of the lines on standard error that start with `error: `."""
+        return self._messages("error: ")
+
+    @property
+    def notes(self) -> list[str]:
+        return self._messages("note: ")
+
+    def _messages(self, prefix: str) -> list[str]:
+        return [line.removeprefix(prefix) for line in self.err.splitlines() if line.startswith(prefix)]
 
 
 class RunningCommand:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from training.commands import Commands
+from training.processes import Processes
 from training.small_runs import SMALL, make_photos
 
 
@@ -29,3 +30,15 @@ def uninterrupted_run(commands: Commands, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("uninterrupted")
     assert commands.run("train", "digits", *SMALL, "duration=48 steps", "--out", "run", folder=folder).status == 0
     return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def two_processes() -> Iterator[Processes]:
+    with Processes(2) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def four_processes() -> Iterator[Processes]:
+    with Processes(4) as group:
+        yield group

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from small_models import small
 from torch import Tensor, nn
 
 from vitrail.config import OptimConfig, TrainConfig, ViTConfig
@@ -19,17 +20,7 @@ from vitrail.training.optimizer import Optimizer, freeze, make_optimizer
 from vitrail.training.parallel import full_tensor, gradient_sync, wrap
 
 # 5 classes and 3 registers: not divisible by any number of processes used
-NET = ViTConfig(
-    image_size=16,
-    patch_size=4,
-    width=24,
-    depth=2,
-    num_heads=2,
-    mlp_dim=40,
-    num_classes=5,
-    num_registers=3,
-    layer_scale=0.1,
-)
+NET = small(image_size=16, patch_size=4, width=24, mlp_dim=40, num_registers=3, layer_scale=0.1)
 BATCH_SIZE = 8
 SINGLE_PROCESS = DistributedContext(torch.device("cpu"))
 

@@ -21,8 +21,10 @@ from vitrail.training.run_logger import RunLogger
 from vitrail.weights import checkpoint
 
 LENGTH = 20
+TINY = {"width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 32}
+TINY_OVERRIDES = tuple(f"model.{name}={value}" for name, value in TINY.items())
 SMALL = (
-    "model.width=16", "model.depth=2", "model.num_heads=2", "model.mlp_dim=32", "batch_size=64", "compare=()",
+    *TINY_OVERRIDES, "batch_size=64", "compare=()",
     "data.workers=1",
     "data.resident=false", "schedule.warmup=0 steps", "log_every=3 steps", "evaluate_every=24 steps",
     "checkpoint_every=10 steps", "--no-report",
@@ -30,22 +32,17 @@ SMALL = (
 """Settings with which `vitrail train digits` takes a few seconds."""
 
 
+def digits_model(**changes: Any) -> ViTConfig:
+    """A tiny network for the 8 x 8 digits, with dropout and stochastic depth."""
+    size = {"image_size": 8, "patch_size": 4, "channels": 1, "num_classes": 0}
+    return ViTConfig(**size | {**TINY, "dropout": 0.1, "drop_path": 0.1} | changes)
+
+
 def digits_config(length: int = LENGTH, **changes: Any) -> TrainConfig:
     """Config of a half-second run with dropout and random augmentation."""
     config = TrainConfig(
         name="small",
-        model=ViTConfig(
-            image_size=8,
-            patch_size=4,
-            channels=1,
-            num_classes=0,
-            width=16,
-            depth=2,
-            num_heads=2,
-            mlp_dim=32,
-            dropout=0.1,
-            drop_path=0.1,
-        ),
+        model=digits_model(),
         preprocess=PreprocessConfig(image_size=8, mean=(0.5,), std=(0.5,)),
         augment=AugmentConfig(crop="pad", pad=1, flip=0.0, erase=0.2),
         optim=OptimConfig(lr=1e-2, weight_decay=0.05),
@@ -75,7 +72,7 @@ def make_photos(folder: Path, classes: dict[str, int], *, side: int = 32, seed: 
 def photo_config(folder: Path, length: int = 6, **changes: Any) -> TrainConfig:
     """Config of a few steps on such a folder, read in the training process."""
     config = digits_config(length).replace(
-        model=ViTConfig(image_size=16, patch_size=8, num_classes=0, width=16, depth=2, num_heads=2, mlp_dim=32),
+        model=ViTConfig(image_size=16, patch_size=8, num_classes=0, **TINY),
         preprocess=PreprocessConfig(image_size=16),
         augment=AugmentConfig(scale=(0.5, 1.0)),
         data={"source": str(folder), "workers": 0},

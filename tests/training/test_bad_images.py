@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,17 +132,11 @@ def train_in_process(config: dict[str, Any], folder: str) -> tuple[str, ...]:
         return ("stopped", str(error))
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with Processes(2) as pool:
-        yield pool
-
-
-def test_bad_images_are_counted_over_all_processes(processes: Processes, damaged_album: Path, tmp_path: Path):
-    results = processes.run(train_in_process, on_demand_config(damaged_album).to_dict(), str(tmp_path / "allowed"))
+def test_bad_images_are_counted_over_all_processes(two_processes: Processes, damaged_album: Path, tmp_path: Path):
+    results = two_processes.run(train_in_process, on_demand_config(damaged_album).to_dict(), str(tmp_path / "allowed"))
     assert results == [tuple(f"train/{name}" for name in BAD)] * 2
     config = on_demand_config(damaged_album, "data.max_bad_fraction=0.015")
-    (status, message), other_rank = processes.run(train_in_process, config.to_dict(), str(tmp_path / "too many"))
+    (status, message), other_rank = two_processes.run(train_in_process, config.to_dict(), str(tmp_path / "too many"))
     assert (status, message) == other_rank
     assert message.startswith("4 of 200 images")
     assert all(f"\n  train/{name}: " in message for name in BAD)
@@ -151,12 +144,12 @@ def test_bad_images_are_counted_over_all_processes(processes: Processes, damaged
 
 @pytest.mark.parametrize("resident", [True, False])
 def test_all_processes_refuse_evaluation_with_the_same_message(
-    processes: Processes, album: Path, tmp_path: Path, resident: bool
+    two_processes: Processes, album: Path, tmp_path: Path, resident: bool
 ):
     shutil.copytree(album, tmp_path / "album")
     truncate_files(tmp_path / "album" / "val", "cat/003.jpg", "dog/003.jpg")
     config = on_demand_config(tmp_path / "album", f"data.resident={str(resident).lower()}", "evaluate_every=5 steps")
-    (status, message), other_rank = processes.run(train_in_process, config.to_dict(), str(tmp_path / "run"))
+    (status, message), other_rank = two_processes.run(train_in_process, config.to_dict(), str(tmp_path / "run"))
     assert (status, message) == other_rank
     assert message.startswith("2 of 20 images")
     assert ("resume from step 5" in message) == (not resident)  # resident images are checked before training

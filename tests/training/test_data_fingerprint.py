@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from small_models import model, small
+from training.small_learner import SINGLE_PROCESS
 from training.small_runs import (
     digits_config,
     file_contents,
@@ -32,12 +32,10 @@ from vitrail.data.sources.folder import FolderSource
 from vitrail.data.sources.packed_strings import PackedStrings
 from vitrail.data.sources.subset import Subset
 from vitrail.errors import DataError, TrainError
-from vitrail.runtime.distributed import DistributedContext
 from vitrail.training.data_fingerprint import check_splits, describe_class_changes
 from vitrail.training.setup import prepare_run
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
-SINGLE_PROCESS = DistributedContext(torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)

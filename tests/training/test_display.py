@@ -15,14 +15,14 @@ from rich.console import Console
 from vitrail.evaluation import Scores
 from vitrail.runtime import log, warn_once
 from vitrail.runtime.peak_flops import measure_peak_flops
-from vitrail.training.display import MAX_LOSSES, Display
+from vitrail.training.display import Display
+from vitrail.training.display_state import MAX_LOSSES
 from vitrail.training.panel import (
-    fit_width,
     format_flops,
     format_number,
     format_percent,
     format_time,
-    panel_lines,
+    render_panel,
     sparkline,
 )
 
@@ -52,14 +52,16 @@ def run_steps(display: Display, clock: FakeClock, steps: int = 100, seconds_per_
 
 
 def panel_text(display: Display, width: int = 90) -> str:
-    return "\n".join("".join(t for t, _ in line) for line in panel_lines(display, width))
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(render_panel(display.state, width))
+    return console.file.getvalue()
 
 
 def test_images_per_second_follow_the_clock():
     display, clock, _ = make_display()
     with display:
         run_steps(display, clock)
-    assert display.images_per_s == pytest.approx(640)
+    assert display.state.images_per_s == pytest.approx(640)
     assert "images/s       640" in panel_text(display)
 
 
@@ -69,11 +71,11 @@ def test_speed_is_smoothed_over_a_few_seconds():
         run_steps(display, clock)
         clock.now += 0.2
         display.update(101)
-        assert 600 < display.images_per_s < 640
+        assert 600 < display.state.images_per_s < 640
         for step in range(102, 302):
             clock.now += 0.2
             display.update(step)
-    assert display.images_per_s == pytest.approx(320, rel=0.02)
+    assert display.state.images_per_s == pytest.approx(320, rel=0.02)
 
 
 @pytest.mark.parametrize("interval", [1, 10])
@@ -84,22 +86,22 @@ def test_first_step_is_excluded_from_the_speed(interval: int):
         display.update(interval)
         clock.now += 0.1 * interval
         display.update(2 * interval)
-        assert display.images_per_s == pytest.approx(640)
+        assert display.state.images_per_s == pytest.approx(640)
 
 
 def test_evaluation_time_counts_for_time_left_but_not_for_speed():
     display, clock, _ = make_display()
     with display:
         run_steps(display, clock)
-        before = display.seconds_left
+        before = display.state.seconds_left
         display.pause()
         clock.now += 10  # as long as training so far
         display.show_evaluation(100, {"top1": 0.9, "low": 0.8, "high": 0.95, "loss": 0.3, "count": 100})
         clock.now += 0.1
         display.update(101)
-    assert display.images_per_s == pytest.approx(640)
+    assert display.state.images_per_s == pytest.approx(640)
     assert before == pytest.approx(90)
-    assert display.seconds_left == pytest.approx(2 * 89.9, rel=0.02)
+    assert display.state.seconds_left == pytest.approx(2 * 89.9, rel=0.02)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -119,7 +121,7 @@ def test_evaluation_between_logged_steps_does_not_raise_the_speed(device: str):
                 display.show_evaluation_progress(3, 4)
                 display.show_evaluation(step, {"top1": 0.9, "loss": 0.3})
             if step > 20:
-                assert display.images_per_s == pytest.approx(640, rel=0.15), step
+                assert display.state.images_per_s == pytest.approx(640, rel=0.15), step
     assert display.state.paused_seconds == pytest.approx(33, rel=0.05)
 
 
@@ -128,8 +130,8 @@ def test_flops_above_the_peak_are_not_shown():
     display, clock, _ = make_display(flops_per_image=1e9, peak_flops=0.5e12)
     with display:
         run_steps(display, clock)
-    assert display.images_per_s == pytest.approx(640)
-    assert display.mfu is None
+    assert display.state.images_per_s == pytest.approx(640)
+    assert display.state.mfu is None
     assert "FLOP/s" not in panel_text(display)
 
 
@@ -137,7 +139,7 @@ def test_mfu_is_flops_per_second_over_peak():
     display, clock, _ = make_display(flops_per_image=1e9, peak_flops=1.28e12)
     with display:
         run_steps(display, clock)
-    assert display.mfu == pytest.approx(640 * 1e9 / 1.28e12)
+    assert display.state.mfu == pytest.approx(640 * 1e9 / 1.28e12)
     assert "50 % of 1.28 TFLOP/s" in panel_text(display)
 
 
@@ -163,7 +165,9 @@ def test_every_line_has_the_panel_width(width: int):
     with display:
         run_steps(display, clock)
         display.show_evaluation(100, {"top1": 0.9, "low": 0.8, "high": 0.95, "loss": 0.3})
-    assert {sum(cell_len(t) for t, _ in line) for line in panel_lines(display, width)} == {width}
+    text = panel_text(display, width)
+    assert {cell_len(line) for line in text.splitlines()} == {width}
+    assert len(text.splitlines()) == (9 if width >= 66 else 12)  # no line is wrapped
 
 
 def test_panel_can_be_drawn_before_the_first_step():
@@ -329,7 +333,7 @@ def test_drawing_the_panel_takes_under_5_milliseconds():
     durations = []
     for _ in range(5):
         start = time.perf_counter()
-        panel_lines(display, 96)
+        panel_text(display, 96)
         durations.append(time.perf_counter() - start)
     assert min(durations) < 0.005
 
@@ -355,9 +359,37 @@ def test_times_percentages_and_flops_are_formatted():
     assert [format_flops(f) for f in (9.6e10, 7.93e14, 2e15)] == ["96 GFLOP/s", "793 TFLOP/s", "2 PFLOP/s"]
 
 
-def test_lines_are_truncated_or_padded_to_the_width():
-    assert fit_width([("abc", ""), ("def", "bold")], 4) == [("abc", ""), ("d", "bold")]
-    assert fit_width([("abc", "")], 5) == [("abc", ""), ("  ", "")]
+def test_a_cut_text_ends_in_an_ellipsis():
+    display, clock, _ = make_display(flops_per_image=1e9, peak_flops=1.28e12)
+    with display:
+        run_steps(display, clock)
+    assert "MFU            50 % of 1.…" in panel_text(display, 30)
+
+
+def test_labels_keep_their_width_in_a_narrow_panel():
+    display, clock, _ = make_display()
+    with display:
+        run_steps(display, clock)
+    lines = [line for line in panel_text(display, 30).splitlines() if "learning rate" in line]
+    assert lines == ["│ learning rate  0.00100     │"]
+
+
+@pytest.mark.parametrize(("step", "length"), [(0, 0), (500, 0.5), (1000, 1), (2000, 1)])
+def test_progress_bar_shows_its_length_without_colors(step: int, length: float):
+    display, _, _ = make_display()
+    with display:
+        display.update(step)
+    line = panel_text(display, 100).splitlines()[1]
+    assert line.count("━") + line.count("╸") == pytest.approx(length * (100 - 4 - 7), abs=1)
+    assert f"{100 * length:.0f} %" in line
+
+
+def test_markup_in_a_title_is_plain_text():
+    display, _, _ = make_display(title="[bold]x[/bold]", subtitle="runs/[1]")
+    with display:
+        text = panel_text(display)
+    assert "[bold]x[/bold]" in text
+    assert "runs/[1]" in text
 
 
 def test_sparkline_needs_two_values_and_draws_flat_series():
@@ -366,7 +398,7 @@ def test_sparkline_needs_two_values_and_draws_flat_series():
 
 
 def test_memory_is_reported_only_for_gpus():
-    assert make_display()[0].memory is None
+    assert make_display()[0].state.memory is None
 
 
 def test_log_messages_are_printed_above_the_panel():
@@ -391,5 +423,5 @@ def test_gpu_peak_flops_and_memory_are_measured():
     peak = measure_peak_flops(torch.device("cuda"), torch.bfloat16)
     assert time.perf_counter() - start < 5  # includes loading libraries for the first product
     assert 1e12 < peak < 1e16
-    used, total = Display(10, 1, device="cuda").memory
+    used, total = Display(10, 1, device="cuda").state.memory
     assert 0 <= used < total

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -39,12 +38,6 @@ from vitrail.training.trainer import _check_batch_size
 STEP_TOLERANCE, RUN_TOLERANCE = 1e-12, 1e-9
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with Processes(4) as group:
-        yield group
-
-
 # Computation
 
 
@@ -66,11 +59,13 @@ def gradients(config: TrainConfig, micro_batches: int) -> State:
 @pytest.mark.parametrize(
     ("parallel", "world", "micro_batches"), [("ddp", 2, 2), ("ddp", 4, 1), ("fsdp", 2, 1), ("fsdp", 4, 2)]
 )
-def test_gradients_match_a_single_process(processes: Processes, parallel: str, world: int, micro_batches: int) -> None:
+def test_gradients_match_a_single_process(
+    four_processes: Processes, parallel: str, world: int, micro_batches: int
+) -> None:
     learner = Learner().double()
     backward(learner, SINGLE_PROCESS, 1)
     expected = {n: p.grad for n, p in learner.named_parameters()}
-    for got in processes.run(gradients, learner_config(parallel), micro_batches, world=world):
+    for got in four_processes.run(gradients, learner_config(parallel), micro_batches, world=world):
         assert_tensors_close(got, expected, STEP_TOLERANCE)
 
 
@@ -79,20 +74,22 @@ def test_gradients_match_a_single_process(processes: Processes, parallel: str, w
 )
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_checkpointing_and_compilation_do_not_change_gradients(
-    processes: Processes, parallel: str, options: dict[str, bool]
+    four_processes: Processes, parallel: str, options: dict[str, bool]
 ) -> None:
     learner = Learner().double()
     backward(learner, SINGLE_PROCESS, 1)
     expected = {n: p.grad for n, p in learner.named_parameters()}
     assert_tensors_close(
-        processes.run(gradients, learner_config(parallel).replace(**options), 2, world=2)[0], expected, STEP_TOLERANCE
+        four_processes.run(gradients, learner_config(parallel).replace(**options), 2, world=2)[0],
+        expected,
+        STEP_TOLERANCE,
     )
 
 
 @pytest.mark.parametrize("trainable", ["head", 1])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_frozen_parameters_have_no_gradient_and_the_others_match(
-    processes: Processes, parallel: str, trainable: str | int
+    four_processes: Processes, parallel: str, trainable: str | int
 ) -> None:
     learner = Learner().double()
     freeze(learner, trainable)
@@ -100,7 +97,9 @@ def test_frozen_parameters_have_no_gradient_and_the_others_match(
     expected = {n: p.grad for n, p in learner.named_parameters() if p.grad is not None}
     assert 0 < len(expected) < len(list(learner.parameters()))
     assert_tensors_close(
-        processes.run(gradients, learner_config(parallel, trainable=trainable), 1, world=2)[0], expected, STEP_TOLERANCE
+        four_processes.run(gradients, learner_config(parallel, trainable=trainable), 1, world=2)[0],
+        expected,
+        STEP_TOLERANCE,
     )
 
 
@@ -129,11 +128,11 @@ SGD = {"kind": "sgd", "lr": 0.1, "decay_by": "schedule"}
     ids=str,
 )
 def test_ten_steps_match_a_single_process(
-    processes: Processes, parallel: str, world: int, optim: dict[str, Any]
+    four_processes: Processes, parallel: str, world: int, optim: dict[str, Any]
 ) -> None:
     config = learner_config(parallel, **optim)
     reference = train_steps(SINGLE_PROCESS, config, range(10))
-    for losses, got in processes.run(run_ten_steps, config, world=world):
+    for losses, got in four_processes.run(run_ten_steps, config, world=world):
         np.testing.assert_allclose(losses, reference.losses, rtol=RUN_TOLERANCE, atol=0)
         assert_tensors_close(got, reference.tensors(), RUN_TOLERANCE)
 
@@ -166,7 +165,7 @@ def evaluate_before_and_after(parallel: str) -> tuple[list[Tensor], list[float],
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_evaluation_between_steps_matches_a_single_process(processes: Processes, parallel: str) -> None:
+def test_evaluation_between_steps_matches_a_single_process(four_processes: Processes, parallel: str) -> None:
     expected: list[Tensor] = []
     reference = train_steps(
         SINGLE_PROCESS,
@@ -178,7 +177,7 @@ def test_evaluation_between_steps_matches_a_single_process(processes: Processes,
     expected += evaluate_logits(reference)
     assert torch.equal(expected[3], expected[5])
     assert not torch.allclose(expected[3], expected[4], rtol=1e-3)
-    for got, losses, sharded in processes.run(evaluate_before_and_after, parallel, world=2):
+    for got, losses, sharded in four_processes.run(evaluate_before_and_after, parallel, world=2):
         assert sharded == (parallel == "fsdp")
         np.testing.assert_allclose(losses, reference.losses, rtol=RUN_TOLERANCE)
         for a, b in zip(got, expected, strict=True):
@@ -192,9 +191,9 @@ def initial_values(config: TrainConfig) -> State:
         return full_tensors(learner.state_dict())
 
 
-def test_initial_values_do_not_depend_on_sharding(processes: Processes) -> None:
+def test_initial_values_do_not_depend_on_sharding(four_processes: Processes) -> None:
     expected = Learner(seed=3).state_dict()
-    for got in processes.run(initial_values, learner_config("fsdp"), world=4):
+    for got in four_processes.run(initial_values, learner_config("fsdp"), world=4):
         assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
@@ -220,12 +219,12 @@ def gradients_without_head(parallel: str) -> State:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_objective_may_leave_parameters_unused(processes: Processes, parallel: str) -> None:
+def test_objective_may_leave_parameters_unused(four_processes: Processes, parallel: str) -> None:
     learner = Headless().double()
     backward(learner, SINGLE_PROCESS, 2)
     expected = {n: p.grad for n, p in learner.named_parameters() if p.grad is not None}
     assert "net.head.weight" not in expected
-    got = processes.run(gradients_without_head, parallel, world=2)[0]
+    got = four_processes.run(gradients_without_head, parallel, world=2)[0]
     assert_tensors_close({n: g for n, g in got.items() if n in expected}, expected, STEP_TOLERANCE)
     assert not any(g.any() for n, g in got.items() if n not in expected)
 
@@ -244,13 +243,13 @@ def bfloat16_gradients(parallel: str) -> tuple[State, set[torch.dtype]]:
         return grads, {p.dtype for p in learner.parameters()} | {g.dtype for g in grads.values()}
 
 
-def test_bfloat16_error_is_similar_for_ddp_and_fsdp(processes: Processes) -> None:
+def test_bfloat16_error_is_similar_for_ddp_and_fsdp(four_processes: Processes) -> None:
     reference = Learner().double()
     backward(reference, SINGLE_PROCESS, 0)
     reference_norm = torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
     errors = []
     for parallel in ("ddp", "fsdp"):
-        (grads, dtypes), _ = processes.run(bfloat16_gradients, parallel, world=2)
+        (grads, dtypes), _ = four_processes.run(bfloat16_gradients, parallel, world=2)
         assert dtypes == {torch.float32}, "weights and gradients stay float32"
         error_norm = torch.stack([(grads[n] - p.grad).norm() for n, p in reference.named_parameters()]).norm()
         errors.append(float(error_norm / reference_norm))
@@ -303,8 +302,8 @@ def communicate() -> dict[str, Any]:
         }
 
 
-def test_collectives_give_the_same_result_on_every_process(processes: Processes) -> None:
-    results = processes.run(communicate)
+def test_collectives_give_the_same_result_on_every_process(four_processes: Processes) -> None:
+    results = four_processes.run(communicate)
     for result in results:
         sums = result["sums"]
         assert sums["counts"].tolist() == [4 * 2**40 + 6, 4], "exact far beyond what float32 holds"

@@ -66,14 +66,16 @@ def big_vision(step: int, kind: str, total: int, warmup: int, cooldown: int, tim
     return lr
 
 
-@given(
-    kind=st.sampled_from(["linear", "cosine", "rsqrt", "constant"]),
-    total=st.integers(1, 300),
-    warmup=st.integers(0, 100),
-    cooldown=st.integers(0, 100),
-    timescale=st.integers(1, 1000),
-    end=st.sampled_from([0.0, 0.01, 0.3]),
-)
+SCHEDULES: dict[str, Any] = {
+    "kind": st.sampled_from(["linear", "cosine", "rsqrt", "constant"]),
+    "total": st.integers(1, 300),
+    "warmup": st.integers(0, 200),
+    "cooldown": st.integers(0, 200),
+    "timescale": st.integers(1, 1000),
+}
+
+
+@given(**SCHEDULES, end=st.sampled_from([0.0, 0.01, 0.3]))
 def test_schedule_matches_big_vision_after_the_warmup(
     kind: Any, total: int, warmup: int, cooldown: int, timescale: int, end: float
 ) -> None:
@@ -89,14 +91,7 @@ def test_schedule_matches_big_vision_after_the_warmup(
         assert lr(step) == pytest.approx(expected[step + 1 if step < warmup else step], abs=1e-12)
 
 
-@given(
-    kind=st.sampled_from(["linear", "cosine", "rsqrt", "constant"]),
-    total=st.integers(1, 200),
-    warmup=st.integers(0, 200),
-    cooldown=st.integers(0, 200),
-    floor=st.floats(0, 1),
-    timescale=st.integers(1, 500),
-)
+@given(**SCHEDULES, floor=st.floats(0, 1))
 def test_schedule_rises_then_falls_to_the_minimum(
     kind: Any, total: int, warmup: int, cooldown: int, floor: float, timescale: int
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from training.small_learner import SINGLE_PROCESS
 from training.small_runs import (
     identical_weights,
     interrupt_run,
@@ -19,12 +20,8 @@ from training.small_runs import (
 import vitrail
 from vitrail.config import override
 from vitrail.errors import DataError
-from vitrail.runtime.distributed import DistributedContext
 from vitrail.training.setup import prepare_run
 from vitrail.training.trainer import Trainer
-
-SINGLE_PROCESS = DistributedContext(torch.device("cpu"))
-
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 

@@ -66,14 +66,3 @@ def test_failed_write_keeps_the_line_in_memory(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("os.truncate", lambda path, length: None)
     metrics.write({"step": 1})
     assert len(metrics.unwritten) == 1
-
-
-def test_tensorboard_gets_the_same_numbers(tmp_path: Path):
-    board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    metrics = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "board")
-    metrics.write({"step": 1, "loss": 0.5})
-    metrics.write({"step": 2, "evaluation": {"top1": 0.75}})
-    metrics.close()
-    events = board.EventAccumulator(str(tmp_path / "board")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("training/loss")] == [(1, 0.5)]
-    assert [(e.step, e.value) for e in events.Scalars("evaluation/top1")] == [(2, 0.75)]

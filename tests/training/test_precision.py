@@ -13,7 +13,7 @@ from vitrail.config import TrainConfig
 from vitrail.recipes import RECIPES
 from vitrail.recipes.finetune import finetune, finetune_paper
 from vitrail.runs.run_folder import RunFolder
-from vitrail.runtime import pick_precision
+from vitrail.runtime import resolve_precision
 from vitrail.training.setup import prepare_run
 from vitrail.training.trainer import Trainer
 
@@ -25,10 +25,10 @@ def test_device_decides_precision_unless_it_is_set(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(
             torch.cuda, "is_bf16_supported", lambda including_emulation=True, supported=supported: supported
         )
-        assert pick_precision("auto", CUDA) == expected
-        assert pick_precision("auto", CPU) == pick_precision("auto", torch.device("mps")) == "float32"
+        assert resolve_precision("auto", CUDA) == expected
+        assert resolve_precision("auto", CPU) == resolve_precision("auto", torch.device("mps")) == "float32"
     for name in ("float32", "bfloat16", "float64"):
-        assert {pick_precision(name, CPU), pick_precision(name, CUDA)} == {name}
+        assert {resolve_precision(name, CPU), resolve_precision(name, CUDA)} == {name}
 
 
 def test_recipes_leave_precision_on_auto():
@@ -59,4 +59,4 @@ def test_bfloat16_on_a_cpu_warns_where_it_is_slower(
 
 @pytest.mark.gpu
 def test_gpu_with_bfloat16_uses_it():
-    assert pick_precision("auto", CUDA) == ("bfloat16" if torch.cuda.get_device_capability()[0] >= 8 else "float32")
+    assert resolve_precision("auto", CUDA) == ("bfloat16" if torch.cuda.get_device_capability()[0] >= 8 else "float32")

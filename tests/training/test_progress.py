@@ -28,7 +28,7 @@ def progress_events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int
 def test_every_step_and_every_evaluation_batch_is_shown(tmp_path: Path, progress_events: list[tuple[str, int, int]]):
     config = digits_config(4, log_every=steps(1000), evaluate_every=steps(4), checkpoint_every=steps(1000))
     with at_step(
-        2, lambda logger: progress_events.append(("step", logger.display.state.step, logger.display.total_steps))
+        2, lambda logger: progress_events.append(("step", logger.display.state.step, logger.display.state.total_steps))
     ):
         train_run(config, tmp_path / "run")
     # 359 images in batches of 64

@@ -1,14 +1,14 @@
-"""A run has the same losses on 1, 2 and 4 processes, and can be resumed on a different number."""
+"""A run has the same losses on 1, 2 and 4 four_processes, and can be resumed on a different number."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from training.processes import Processes
+from training.small_runs import digits_model
 
 from vitrail.config import (
     AugmentConfig,
@@ -17,7 +17,6 @@ from vitrail.config import (
     PreprocessConfig,
     ScheduleConfig,
     TrainConfig,
-    ViTConfig,
     override,
     steps,
 )
@@ -34,18 +33,7 @@ def all_randomness_config(**changes: Any) -> TrainConfig:
     """Config with all that could depend on the number of processes: augmentation, mixing, dropout, EMA, clipping."""
     config = TrainConfig(
         name="same",
-        model=ViTConfig(
-            image_size=8,
-            patch_size=2,
-            channels=1,
-            num_classes=0,
-            width=16,
-            depth=2,
-            num_heads=2,
-            mlp_dim=32,
-            dropout=0.1,
-            drop_path=0.2,
-        ),
+        model=digits_model(patch_size=2, drop_path=0.2),
         preprocess=PreprocessConfig(image_size=8, mean=(0.5,), std=(0.5,)),
         augment=AugmentConfig(
             scale=(0.4, 1.0),
@@ -79,16 +67,10 @@ def train_in_process(config: dict[str, Any], folder: str, resume: bool = False) 
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with Processes(4) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def reference_run(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference_run(four_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run on one process, with which the others are compared."""
     folder = tmp_path_factory.mktemp("reference") / "run"
-    assert processes.run(train_in_process, all_randomness_config().to_dict(), str(folder), world=1) == [STEPS]
+    assert four_processes.run(train_in_process, all_randomness_config().to_dict(), str(folder), world=1) == [STEPS]
     return folder
 
 
@@ -108,32 +90,32 @@ def evaluations(folder: Path) -> list[dict[str, float]]:
     ids=["2", "4", "2 in parts", "2 sharded"],
 )
 def test_losses_do_not_depend_on_the_number_of_processes(
-    processes: Processes, reference_run: Path, tmp_path: Path, world: int, changes: list[str]
+    four_processes: Processes, reference_run: Path, tmp_path: Path, world: int, changes: list[str]
 ):
     config = override(all_randomness_config(), changes).to_dict()
-    assert processes.run(train_in_process, config, str(tmp_path / "run"), world=world) == [STEPS] * world
+    assert four_processes.run(train_in_process, config, str(tmp_path / "run"), world=world) == [STEPS] * world
     assert losses(tmp_path / "run") == pytest.approx(losses(reference_run), rel=RELATIVE_TOLERANCE)
     for expected, got in zip(evaluations(reference_run), evaluations(tmp_path / "run"), strict=True):
         assert expected["count"] > 300
         assert got == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
 
 
-def test_run_learns_and_depends_on_the_seed(processes: Processes, reference_run: Path, tmp_path: Path):
+def test_run_learns_and_depends_on_the_seed(four_processes: Processes, reference_run: Path, tmp_path: Path):
     """Control for the comparisons: losses differ from that of chance, and another seed gives other losses."""
     assert max(abs(loss - math.log(10)) for loss in losses(reference_run)) > 0.05
     config = all_randomness_config(seed=1, duration="6 steps").to_dict()
-    processes.run(train_in_process, config, str(tmp_path / "run"), world=1)
+    four_processes.run(train_in_process, config, str(tmp_path / "run"), world=1)
     last_line = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line][-1]
     assert last_line["loss"] != pytest.approx(losses(reference_run)[5], rel=1e-3)
 
 
 @pytest.mark.parametrize(("before", "after", "parallel"), [(2, 1, "ddp"), (1, 4, "ddp"), (2, 4, "fsdp")])
 def test_run_resumes_on_a_different_number_of_processes(
-    processes: Processes, reference_run: Path, tmp_path: Path, before: int, after: int, parallel: str
+    four_processes: Processes, reference_run: Path, tmp_path: Path, before: int, after: int, parallel: str
 ):
     config, folder = all_randomness_config(parallel=parallel).to_dict(), tmp_path / "run"
-    assert processes.run(train_until_interrupted, config, str(folder), world=before) == [17] * before
-    assert processes.run(train_in_process, config, str(folder), True, world=after) == [STEPS] * after
+    assert four_processes.run(train_until_interrupted, config, str(folder), world=before) == [17] * before
+    assert four_processes.run(train_in_process, config, str(folder), True, world=after) == [STEPS] * after
     assert losses(folder) == pytest.approx(losses(reference_run), rel=RELATIVE_TOLERANCE)
 
 
@@ -163,7 +145,7 @@ def train_until_interrupted(config: dict[str, Any], folder: str) -> int:
 
 @pytest.mark.parametrize("target", ["mean-color", "pixels"])
 def test_masked_patch_losses_do_not_depend_on_the_number_of_processes(
-    processes: Processes, tmp_path: Path, target: str
+    four_processes: Processes, tmp_path: Path, target: str
 ):
     config = all_randomness_config(
         objective="masked-patch", masked_patch=MaskedPatchConfig(target=target).to_dict(),
@@ -171,7 +153,7 @@ def test_masked_patch_losses_do_not_depend_on_the_number_of_processes(
         optim=OptimConfig(lr=3e-3).to_dict(),  # at ten times this rate, rounding errors may exceed the tolerance
     )  # fmt: skip
     for world in (1, 2):
-        processes.run(train_in_process, config.to_dict(), str(tmp_path / str(world)), world=world)
+        four_processes.run(train_in_process, config.to_dict(), str(tmp_path / str(world)), world=world)
     single, pair = (losses(tmp_path / world) for world in "12")
     assert pair == pytest.approx(single, rel=RELATIVE_TOLERANCE)
     (single_scores,), (pair_scores,) = (evaluations(tmp_path / world) for world in "12")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from images import encoded
 from PIL import Image
 from small_models import model, small
 from training.processes import Processes
+from training.small_learner import SINGLE_PROCESS
 from training.small_runs import (
     at_step,
     digits_config,
@@ -41,9 +41,6 @@ from vitrail.training.checkpointing import Progress
 from vitrail.training.loop import fit
 from vitrail.training.setup import prepare_run
 from vitrail.training.trainer import Trainer
-
-SINGLE_PROCESS = DistributedContext(torch.device("cpu"))
-
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
@@ -165,15 +162,9 @@ def train_in_process(config: dict[str, Any], folder: str, resume: bool = False) 
     return result.setup.config.batch_size
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with Processes(2) as pool:
-        yield pool
-
-
-def test_all_processes_agree_on_the_auto_batch_size(processes: Processes, tmp_path: Path):
+def test_all_processes_agree_on_the_auto_batch_size(two_processes: Processes, tmp_path: Path):
     config = digits_config(batch_size="auto", duration="2 steps").to_dict()
-    first, second = processes.run(train_in_process, config, str(tmp_path / "run"))
+    first, second = two_processes.run(train_in_process, config, str(tmp_path / "run"))
     assert first == second == RunFolder(tmp_path / "run").read_config().batch_size
     with pytest.raises(ConfigError, match="batch_size=63 cannot be shared evenly by 2 processes in 1 parts each"):
         Trainer(
@@ -188,7 +179,7 @@ def test_tensorboard_has_each_step_once(tmp_path: Path):
         raise KeyboardInterrupt
 
     with at_step(11, raise_interrupt), pytest.raises(KeyboardInterrupt):  # after a logged step that was not saved
-        train_run(digits_config(12, tensorboard=True, evaluate_every=None), tmp_path / "run")
+        train_run(digits_config(12, trackers=("tensorboard",), evaluate_every=None), tmp_path / "run")
     resume_run(tmp_path / "run")
     events = board.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     logged = [(line["step"], line["loss"]) for line in logged_metrics(tmp_path / "run") if "loss" in line]
@@ -403,13 +394,13 @@ def test_stream_has_no_epochs(shards: Path, tmp_path: Path, name: str):
         train_run(stream_config(shards, **{name: "1 epoch"}), tmp_path / "run")
 
 
-def test_stream_resumes_only_on_the_same_number_of_processes(processes: Processes, shards: Path, tmp_path: Path):
+def test_stream_resumes_only_on_the_same_number_of_processes(two_processes: Processes, shards: Path, tmp_path: Path):
     config = stream_config(shards)
-    assert processes.run(train_until_interrupted, config.to_dict(), str(tmp_path / "interrupted")) == [5, 5]
-    assert processes.run(train_in_process, config.to_dict(), str(tmp_path / "uninterrupted")) == [8, 8]
+    assert two_processes.run(train_until_interrupted, config.to_dict(), str(tmp_path / "interrupted")) == [5, 5]
+    assert two_processes.run(train_in_process, config.to_dict(), str(tmp_path / "uninterrupted")) == [8, 8]
     with pytest.raises(TrainError, match=r"only on as many processes as before, 2, and there are 1; shards:"):
         resume_run(tmp_path / "interrupted")
-    processes.run(train_in_process, config.to_dict(), str(tmp_path / "interrupted"), True)
+    two_processes.run(train_in_process, config.to_dict(), str(tmp_path / "interrupted"), True)
     assert identical_weights(tmp_path / "interrupted", tmp_path / "uninterrupted")
 
 

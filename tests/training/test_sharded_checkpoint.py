@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,12 +25,6 @@ from vitrail.runtime.distributed import DistributedContext
 from vitrail.training.sharded_checkpoint import load_sharded, save_sharded
 
 HALF, END = 3, 6
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with Processes(4) as group:
-        yield group
 
 
 def save_half(folder: str, parallel: str) -> State:
@@ -64,19 +57,19 @@ def resume_from(folder: str, parallel: str, distributed: DistributedContext) -> 
 
 
 @pytest.fixture(scope="module")
-def half_checkpoint(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+def half_checkpoint(four_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
     """A checkpoint written by two processes with a shard each, and its full tensors."""
     folder = tmp_path_factory.mktemp("half")
-    return folder, processes.run(save_half, str(folder), "fsdp", world=2)[0]
+    return folder, four_processes.run(save_half, str(folder), "fsdp", world=2)[0]
 
 
 @pytest.mark.parametrize(("parallel", "world"), [("fsdp", 4), ("ddp", 2), ("fsdp", 1)])
 def test_sharded_checkpoint_resumes_on_another_number_of_processes(
-    processes: Processes, half_checkpoint: tuple[Path, State], parallel: str, world: int
+    four_processes: Processes, half_checkpoint: tuple[Path, State], parallel: str, world: int
 ) -> None:
     folder, expected = half_checkpoint
     reference = train_steps(SINGLE_PROCESS, learner_config(), range(END))
-    for loaded, losses, final in processes.run(run_second_half, str(folder), parallel, world=world):
+    for loaded, losses, final in four_processes.run(run_second_half, str(folder), parallel, world=world):
         assert all(torch.equal(loaded[name], value) for name, value in expected.items()), "loading is exact"
         assert losses == pytest.approx(reference.losses[HALF:], rel=1e-9)
         assert_tensors_close(final, reference.tensors(), 1e-9)
@@ -89,10 +82,10 @@ def test_sharded_checkpoint_resumes_in_a_single_process(half_checkpoint: tuple[P
     assert losses == pytest.approx(train_steps(SINGLE_PROCESS, learner_config(), range(END)).losses[HALF:], rel=1e-9)
 
 
-def test_checkpoint_of_a_single_process_resumes_in_shards(processes: Processes, tmp_path: Path) -> None:
+def test_checkpoint_of_a_single_process_resumes_in_shards(four_processes: Processes, tmp_path: Path) -> None:
     half = train_steps(SINGLE_PROCESS, learner_config(), range(HALF))
     save_sharded(tmp_path, half.tensors(), SINGLE_PROCESS)
-    loaded, losses, _ = processes.run(run_second_half, str(tmp_path), "fsdp", world=2)[1]
+    loaded, losses, _ = four_processes.run(run_second_half, str(tmp_path), "fsdp", world=2)[1]
     assert all(torch.equal(loaded[name], value) for name, value in half.tensors().items())
     assert losses == pytest.approx(train_steps(SINGLE_PROCESS, learner_config(), range(END)).losses[HALF:], rel=1e-9)
 
@@ -157,9 +150,9 @@ def load_full_into_shards(state: State) -> tuple[State, bool, str]:
         raise AssertionError("the missing tensor was not reported")
 
 
-def test_full_tensors_are_loaded_into_shards_exactly(processes: Processes) -> None:
+def test_full_tensors_are_loaded_into_shards_exactly(four_processes: Processes) -> None:
     state = train_steps(SINGLE_PROCESS, learner_config(), range(HALF)).tensors()
-    for got, still_sharded, message in processes.run(load_full_into_shards, full_tensors(state), world=4):
+    for got, still_sharded, message in four_processes.run(load_full_into_shards, full_tensors(state), world=4):
         assert still_sharded
         for name, value in state.items():
             assert name.startswith("learner/") or torch.equal(got[name], value), name

@@ -37,12 +37,6 @@ from vitrail.training.run_logger import RunLogger
 LENGTH = 12
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with Processes(2) as pool:
-        yield pool
-
-
 def short_config(**changes: Any) -> dict[str, Any]:
     """Config with checkpoints at steps 4, 8 and 12 that writes and logs nothing else."""
     return digits_config(LENGTH, log_every="1k steps", evaluate_every=None, keep="last", **changes).to_dict()
@@ -70,10 +64,10 @@ def train_and_capture(config: dict[str, Any], folder: str, resume: bool = False)
 
 
 @pytest.fixture(scope="module")
-def reference_run(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference_run(two_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of two processes with a shard each."""
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    assert processes.run(train_and_capture, short_config(parallel="fsdp"), str(folder)) == [[], []]
+    assert two_processes.run(train_and_capture, short_config(parallel="fsdp"), str(folder)) == [[], []]
     assert saved_steps(folder) == [8, LENGTH]
     return folder
 
@@ -83,7 +77,7 @@ def reference_run(processes: Processes, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "generators"])
 def test_previous_checkpoint_is_used_if_a_shard_is_damaged(
-    processes: Processes, reference_run: Path, tmp_path: Path, damage: str
+    two_processes: Processes, reference_run: Path, tmp_path: Path, damage: str
 ):
     folder = tmp_path / "run"
     shutil.copytree(reference_run, folder)
@@ -98,7 +92,7 @@ def test_previous_checkpoint_is_used_if_a_shard_is_damaged(
     else:
         content[-1000:] = bytes(byte ^ 1 for byte in content[-1000:])
         file.write_bytes(content)
-    first, other = processes.run(train_and_capture, short_config(parallel="fsdp"), str(folder), True)
+    first, other = two_processes.run(train_and_capture, short_config(parallel="fsdp"), str(folder), True)
     assert len(first) == 1
     assert f"{newest} is damaged" in first[0]
     assert "the one before it is used" in first[0]
@@ -127,19 +121,19 @@ def train_or_capture_error(config: dict[str, Any], folder: str, resume: bool = F
         return [str(error)]
 
 
-def test_processes_must_read_the_same_data(processes: Processes, album: Path, tmp_path: Path):
+def test_processes_must_read_the_same_data(two_processes: Processes, album: Path, tmp_path: Path):
     shutil.copytree(album, tmp_path / "other")
     (tmp_path / "other" / "apple").rename(tmp_path / "other" / "zebra")
     message = "processes 0 and 1 read different data: the classes are apple, bed, camel and bed, camel, zebra."
-    results = processes.run(train_on_own_data, photo_config(album).to_dict(), str(album), str(tmp_path / "other"))
+    results = two_processes.run(train_on_own_data, photo_config(album).to_dict(), str(album), str(tmp_path / "other"))
     assert results == [[message], [message]]
 
 
-def test_sharded_run_refuses_changed_classes(processes: Processes, album: Path, tmp_path: Path):
+def test_sharded_run_refuses_changed_classes(two_processes: Processes, album: Path, tmp_path: Path):
     config = photo_config(album, 4, parallel="fsdp", checkpoint_every="2 steps").to_dict()
-    processes.run(train_and_capture, config, str(tmp_path / "run"))
+    two_processes.run(train_and_capture, config, str(tmp_path / "run"))
     (album / "apple").rename(album / "zebra")
-    for messages in processes.run(train_or_capture_error, config, str(tmp_path / "run"), True):
+    for messages in two_processes.run(train_or_capture_error, config, str(tmp_path / "run"), True):
         assert messages[-1].startswith(f"{album} has other classes than at the start of the run")
 
 
@@ -163,10 +157,10 @@ def train_on_full_disk(config: dict[str, Any], folder: str, rank: int) -> list[s
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_full_disk_of_one_process_does_not_stop_training(
-    processes: Processes, reference_run: Path, tmp_path: Path, rank: int
+    two_processes: Processes, reference_run: Path, tmp_path: Path, rank: int
 ):
     folder = tmp_path / "run"
-    first, other = processes.run(train_on_full_disk, short_config(parallel="fsdp"), str(folder), rank)
+    first, other = two_processes.run(train_on_full_disk, short_config(parallel="fsdp"), str(folder), rank)
     assert len(first) == 1
     assert first[0].startswith("a checkpoint could not be written; training continues: could not write ")
     assert "checkpoint/00000008/shards: the disk or its quota is full" in first[0]
@@ -189,9 +183,11 @@ def train_without_checkpoint_folder(config: dict[str, Any], folder: str) -> list
 
 
 def test_failed_writes_of_the_main_process_do_not_stop_training(
-    processes: Processes, reference_run: Path, tmp_path: Path
+    two_processes: Processes, reference_run: Path, tmp_path: Path
 ):
-    first, other = processes.run(train_without_checkpoint_folder, short_config(parallel="fsdp"), str(tmp_path / "run"))
+    first, other = two_processes.run(
+        train_without_checkpoint_folder, short_config(parallel="fsdp"), str(tmp_path / "run")
+    )
     assert len(first) == 3, "at two steps, and at the end"
     assert all("could not be written" in message for message in first)
     assert other == []
@@ -219,37 +215,37 @@ def train_and_draw(
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_each_process_has_its_own_generator_and_resumes_it(processes: Processes, tmp_path: Path, parallel: str):
+def test_each_process_has_its_own_generator_and_resumes_it(two_processes: Processes, tmp_path: Path, parallel: str):
     config = short_config(parallel=parallel, model={**digits_config().model.to_dict(), "attention_dropout": 0.3})
-    (_, first), (_, second) = processes.run(train_and_draw, config, str(tmp_path / "uninterrupted"))
+    (_, first), (_, second) = two_processes.run(train_and_draw, config, str(tmp_path / "uninterrupted"))
     assert first != second
-    processes.run(train_and_draw, config, str(tmp_path / "interrupted"), False, 6)
+    two_processes.run(train_and_draw, config, str(tmp_path / "interrupted"), False, 6)
     assert saved_steps(tmp_path / "interrupted") == [4, 6]
-    (_, first), (_, second) = processes.run(train_and_draw, config, str(tmp_path / "interrupted"), True)
+    (_, first), (_, second) = two_processes.run(train_and_draw, config, str(tmp_path / "interrupted"), True)
     assert first != second
     assert identical_weights(tmp_path / "interrupted", tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize(("before", "after", "parallel"), [(1, 2, "ddp"), (2, 1, "fsdp")])
 def test_other_masks_on_another_number_of_processes_are_reported(
-    processes: Processes, tmp_path: Path, before: int, after: int, parallel: str
+    two_processes: Processes, tmp_path: Path, before: int, after: int, parallel: str
 ):
     config = short_config(parallel=parallel, model={**digits_config().model.to_dict(), "attention_dropout": 0.3})
-    processes.run(train_and_draw, config, str(tmp_path / "interrupted"), False, 6, world=before)
+    two_processes.run(train_and_draw, config, str(tmp_path / "interrupted"), False, 6, world=before)
     copy = tmp_path / "again"
     shutil.copytree(tmp_path / "interrupted", copy)
-    results = processes.run(train_and_draw, config, str(tmp_path / "interrupted"), True, world=after)
+    results = two_processes.run(train_and_draw, config, str(tmp_path / "interrupted"), True, world=after)
     assert [len(messages) for messages, _ in results] == [2, 0][:after]
     assert "resumed in another environment" in results[0][0][0]
     assert "on another number of processes attention_dropout draws other masks" in results[0][0][1]
     assert len({draw for _, draw in results}) == after
-    processes.run(train_and_draw, config, str(copy), True, world=after)
+    two_processes.run(train_and_draw, config, str(copy), True, world=after)
     assert identical_weights(copy, tmp_path / "interrupted"), "the other masks are deterministic"
 
 
-def test_masks_are_not_mentioned_without_attention_dropout(processes: Processes, tmp_path: Path):
-    processes.run(train_and_draw, short_config(), str(tmp_path / "interrupted"), False, 6, world=2)
-    [(messages, _)] = processes.run(train_and_draw, short_config(), str(tmp_path / "interrupted"), True, world=1)
+def test_masks_are_not_mentioned_without_attention_dropout(two_processes: Processes, tmp_path: Path):
+    two_processes.run(train_and_draw, short_config(), str(tmp_path / "interrupted"), False, 6, world=2)
+    [(messages, _)] = two_processes.run(train_and_draw, short_config(), str(tmp_path / "interrupted"), True, world=1)
     assert len(messages) == 1
     assert "resumed in another environment" in messages[0]
 
@@ -271,15 +267,15 @@ def read_best_weights(folder: str, rank_with_best: int) -> list[dict[str, torch.
         return [*best_weights, checkpoints.read_best(5)]
 
 
-def test_best_weights_are_read_from_the_main_process_only(processes: Processes, tmp_path: Path):
-    for results in processes.run(read_best_weights, str(tmp_path / "first"), 0):
+def test_best_weights_are_read_from_the_main_process_only(two_processes: Processes, tmp_path: Path):
+    for results in two_processes.run(read_best_weights, str(tmp_path / "first"), 0):
         for best_weights in results:
             assert best_weights is not None
             assert torch.equal(best_weights["w"], torch.arange(3.0))
             assert best_weights["n"] == 7
             assert best_weights["none"].shape == (0,)
             assert torch.equal(best_weights["half"], torch.ones(2).half())
-    assert processes.run(read_best_weights, str(tmp_path / "other"), 1) == [[None, None], [None, None]]
+    assert two_processes.run(read_best_weights, str(tmp_path / "other"), 1) == [[None, None], [None, None]]
 
 
 def train_and_randomize_head(config: dict[str, Any], folder: str) -> tuple[int | None, float]:
@@ -295,9 +291,9 @@ def train_and_randomize_head(config: dict[str, Any], folder: str) -> tuple[int |
     return result.progress.best_step, result.scores.top1
 
 
-def test_processes_without_a_shared_disk_keep_the_same_best_weights(processes: Processes, tmp_path: Path):
+def test_processes_without_a_shared_disk_keep_the_same_best_weights(two_processes: Processes, tmp_path: Path):
     config = digits_config(LENGTH, keep="best", evaluate_every="5 steps").to_dict()
-    first, other = processes.run(train_and_randomize_head, config, str(tmp_path))
+    first, other = two_processes.run(train_and_randomize_head, config, str(tmp_path))
     assert first == other
     assert first[0] == 5
     assert (tmp_path / "0" / "model").exists()

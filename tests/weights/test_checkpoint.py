@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
+from small_models import ONE_BLOCK
 from torch import Tensor
 
 from vitrail.config import BiTConfig, ViTConfig, pair
@@ -30,17 +31,8 @@ from vitrail.weights.archive import LazyTensors, open_archive
 from vitrail.weights.google import ORIGINAL_POSITION
 from vitrail.weights.model_info import ModelInfo, default_preprocess
 
-SMALL: dict[str, Any] = {
-    "image_size": 32,
-    "patch_size": 8,
-    "width": 128,
-    "depth": 1,
-    "num_heads": 2,
-    "mlp_dim": 192,
-    "num_classes": 5,
-}
-TORCH = ViTConfig(**SMALL, activation="gelu")
-BIG_VISION = ViTConfig(**SMALL, position_on_class=False)
+TORCH = ViTConfig(**ONE_BLOCK, activation="gelu")
+BIG_VISION = ViTConfig(**ONE_BLOCK, position_on_class=False)
 BIT = BiTConfig(layers=(1, 1), width_factor=0.5, num_classes=5, image_size=32)
 
 FORMATS: dict[str, tuple[str, ViTConfig | BiTConfig]] = {
@@ -48,7 +40,7 @@ FORMATS: dict[str, tuple[str, ViTConfig | BiTConfig]] = {
     "timm": ("model.safetensors", TORCH),
     "huggingface": ("model.safetensors", TORCH),
     "torchvision": ("model.pth", TORCH),
-    "google": ("model.npz", ViTConfig(**SMALL)),
+    "google": ("model.npz", ViTConfig(**ONE_BLOCK)),
     "big_vision": ("model.npz", BIG_VISION),
     "vitrail BiT": ("model.safetensors", BIT),
     "huggingface BiT": ("model.safetensors", BIT.replace(standardize_eps=1e-8)),

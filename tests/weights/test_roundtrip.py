@@ -12,7 +12,7 @@ import torch
 from compare import randomized, relative
 from conftest import import_peer
 from hypothesis import assume, event, given, settings
-from small_models import FORMATS
+from small_models import FORMATS, ONE_BLOCK
 from strategies import variants_of, vit_configs
 from torch import Tensor, nn
 
@@ -25,16 +25,7 @@ from vitrail.weights.model_info import ModelInfo, default_preprocess
 
 Config = ViTConfig | BiTConfig
 
-BASE: dict[str, Any] = {
-    "image_size": 32,
-    "patch_size": 8,
-    "width": 128,
-    "depth": 1,
-    "num_heads": 2,
-    "mlp_dim": 192,
-    "num_classes": 5,
-}
-TORCH = BASE | {"activation": "gelu", "resample": "timm"}
+TORCH = ONE_BLOCK | {"activation": "gelu", "resample": "timm"}
 CLIP = {"pre_norm": True, "patch_bias": False, "norm_eps": 1e-5, "activation": "gelu-quick"}
 DINOV2 = {"image_size": 70, "patch_size": 14, "mlp_dim": 512, "num_classes": 0, "layer_scale": 1e-5}
 TIMM_STEM: dict[str, Any] = {"norm_eps": 1e-5, "standardize": "var", "standardize_eps": 1e-8}
@@ -70,10 +61,10 @@ TABLE: dict[str, tuple[Config, str, str]] = {
     #                                                                 | | | | | | facebook
     # Published networks
     "ViT with PyTorch conventions": (vit(),                          "= = = = ~ . =", "class token with a position"),
-    "ViT as in the original code": (ViTConfig(**BASE),               "= = = ~ = . ~", "class token with a position"),
-    "big_vision with a token": (ViTConfig(**BASE, position_on_class=False),
+    "ViT as in the original code": (ViTConfig(**ONE_BLOCK),          "= = = ~ = . ~", "class token with a position"),
+    "big_vision with a token": (ViTConfig(**ONE_BLOCK, position_on_class=False),
                                                                      "= = . . . = ~", "class token without a position"),
-    "big_vision": (ViTConfig(**BASE, class_token=False, pool="gap", position="sincos-2d"),
+    "big_vision": (ViTConfig(**ONE_BLOCK, class_token=False, pool="gap", position="sincos-2d"),
                                                                      "= . . . . = .", "sincos-2d positions"),
     "DeiT distilled": (vit(distilled=True),                          "= = = . . . =", "distillation token"),
     "DeiT-III": (vit(layer_scale=1e-6, position_on_class=False),     "= = . . . . =", "LayerScale|without a position"),
@@ -86,7 +77,7 @@ TABLE: dict[str, tuple[Config, str, str]] = {
     "CLIP": (vit(**CLIP, head_bias=False),                           "= . = . . . .", "norm before|head without bias"),
     "CLIP without projection": (vit(**CLIP, num_classes=0),          "= = = . . . .", "norm before"),
     "CLIP with a head": (vit(**CLIP),                                "= = . . . . .", "norm before"),
-    "SigLIP": (ViTConfig(**BASE | {"class_token": False, "pool": "map", "num_classes": 0}),
+    "SigLIP": (ViTConfig(**ONE_BLOCK | {"class_token": False, "pool": "map", "num_classes": 0}),
                                                                      "= = = . . = .", "map|attention pool|class token"),
     # One setting changed at a time
     "mean of patches": (vit(class_token=False, pool="gap"),          "= = = . ~ ~ .", "class token"),

@@ -39,12 +39,13 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another format, read it back and compare every tensor."""
     with err.status(f"reading {src}"):
+        from vitrail.plugins import plugin_names
         from vitrail.runtime import warn_once
         from vitrail.weights import conversion
         from vitrail.weights.checkpoint import FORMATS, read
         from vitrail.weights.locate import locate
 
-    formats = {f.name for f in FORMATS}
+    formats = {*(f.name for f in FORMATS), *plugin_names("formats")}
     if to not in formats:
         raise NotFoundError(f"unknown format {to!r}{did_you_mean(to, formats)}")
     if not overwrite and (dst.is_file() or (dst.is_dir() and any(dst.iterdir()))):

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from vitrail.cli.console import print_error, print_plain, progress_bar
 from vitrail.cli.model_options import BatchSize, ModelSpec, open_model
-from vitrail.cli.option_groups import (
-    CheckpointOptions,
-    DataOptions,
-    DeviceOptions,
-    FeatureOptions,
-    InputOptions,
-    with_option_groups,
-)
+from vitrail.cli.option_groups import DataOptions, FeatureOptions, LoadOptions, with_option_groups
 from vitrail.cli.options import Json, parse_ints
 from vitrail.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 @with_option_groups
@@ -41,10 +31,8 @@ def embed(
     ] = ("float32"),
     normalize: Annotated[bool, typer.Option("--normalize", help="Scale each feature vector to length 1.")] = (False),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
-    inputs: InputOptions = InputOptions(),
-    checkpoint: CheckpointOptions = CheckpointOptions(),
     batch_size: BatchSize = 64,
-    device: DeviceOptions = DeviceOptions(),
+    loading: LoadOptions = LoadOptions(),
     as_json: Json = False,
 ) -> None:
     """Write the features of every image to a Parquet file, for search or other tools. Labels are not needed.
@@ -62,8 +50,7 @@ def embed(
     if out.suffix.lower() not in (".parquet", ".pq"):
         raise ConfigError(f"--out {out}: expected a .parquet file; try {out.with_suffix('.parquet').name}.")
     parse_ints(spec.layer, "--layer")  # a wrong option is an error before torch is loaded
-    options = inputs.load_options | checkpoint.load_options | device.load_options
-    vit = open_model(model, require_classes=False, require_network=False, **options)
+    vit = open_model(model, require_classes=False, require_network=False, **loading.load_options)
     from vitrail.config import DataConfig
     from vitrail.evaluation.embedding import IMAGES_PER_PART
     from vitrail.evaluation.embedding import embed as run

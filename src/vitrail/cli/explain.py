@@ -11,8 +11,8 @@ import typer
 
 from vitrail.cli.console import one_line, print_error, progress_bar
 from vitrail.cli.model_options import LabelFile, ModelSpec, open_model
-from vitrail.cli.option_groups import CheckpointOptions, DeviceOptions, InputOptions, with_option_groups
-from vitrail.cli.options import Formats, Json, parse_list
+from vitrail.cli.option_groups import LoadOptions, with_option_groups
+from vitrail.cli.options import Formats, Json, OutFolder, names_option, parse_list
 from vitrail.cli.predict import Images, find_images
 from vitrail.errors import ImageError, NotFoundError
 
@@ -24,13 +24,8 @@ if TYPE_CHECKING:
 def explain(
     images: Images,
     model: ModelSpec = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Output folder.")] = Path("explained"),
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            "--method", metavar="NAMES", help="Comma-separated: rollout,gradient,attention,occlusion. Default: all."
-        ),
-    ] = None,
+    out: OutFolder = Path("explained"),
+    methods: Annotated[str | None, names_option("--method", "rollout,gradient,attention,occlusion")] = None,
     target: Annotated[
         str | None,
         typer.Option(
@@ -39,27 +34,27 @@ def explain(
     ] = None,
     layer: Annotated[
         str | None,
-        typer.Option("--layer", metavar="N", help="Layers whose heads are drawn: 12, 1,6,12, or -1 for the last."),
+        typer.Option("--layer", metavar="N", help="Layers to draw, counted from 1: 12 or 1,6,12; -1 is the last."),
     ] = None,
     query: Annotated[
         str,
         typer.Option(
-            "--query", metavar="TOKEN", help="Query token: read, class, 'register 1', or a patch as ROW,COLUMN from 1."
+            "--query",
+            metavar="TOKEN",
+            help="Query token: pooled (input of the head), class, 'register 1', or a patch as ROW,COLUMN from 1.",
         ),
-    ] = "read",
+    ] = "pooled",
     faithfulness: Annotated[
         bool, typer.Option("--faithfulness", help="Add deletion and insertion curves, which measure faithfulness.")
     ] = False,
     formats: Formats = "png",
     labels: LabelFile = None,
-    inputs: InputOptions = InputOptions(),
-    checkpoint: CheckpointOptions = CheckpointOptions(),
-    device: DeviceOptions = DeviceOptions(),
+    loading: LoadOptions = LoadOptions(),
     as_json: Json = False,
 ) -> None:
     """Explain predictions with attention rollout, attention maps, gradients and occlusion."""
     kinds, endings, layers = parse_list(methods), parse_list(formats) or (), _numbers(layer or "-1")
-    options = inputs.load_options | checkpoint.load_options | device.load_options
+    options = loading.load_options
     paths, _ = find_images(images)
     vit = open_model(model, require_classes=False, labels=labels, **options)
     from vitrail.explain.attention import layer_index, parse_query, require_attention

@@ -10,14 +10,8 @@ import typer
 
 from vitrail.cli.console import err, one_line, progress_bar
 from vitrail.cli.model_options import ModelSpec, open_model
-from vitrail.cli.option_groups import CheckpointOptions, DeviceOptions, InputOptions, with_option_groups
-from vitrail.cli.options import (
-    Data,
-    Formats,
-    Json,
-    Root,
-    parse_list,
-)
+from vitrail.cli.option_groups import LoadOptions, with_option_groups
+from vitrail.cli.options import Data, Formats, Json, OutFolder, Root, names_option, parse_list
 from vitrail.errors import ConfigError
 
 
@@ -25,13 +19,8 @@ from vitrail.errors import ConfigError
 def figures(
     model: ModelSpec = None,
     data: Data = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Output folder.")] = Path("figures"),
-    what: Annotated[
-        str | None,
-        typer.Option(
-            "--what", metavar="NAMES", help="Comma-separated: filters,positions,distances,rollout,colors. Default: all."
-        ),
-    ] = None,
+    out: OutFolder = Path("figures"),
+    what: Annotated[str | None, names_option("--what", "filters,positions,distances,rollout,colors")] = None,
     count: Annotated[int, typer.Option(min=1, metavar="N", help="Number of images.")] = 128,
     layer: Annotated[
         int | None, typer.Option(metavar="N", help="Layer of the positions and features: 1 is the first, -1 the last.")
@@ -43,9 +32,7 @@ def figures(
     ] = False,
     formats: Formats = "png",
     root: Root = None,
-    inputs: InputOptions = InputOptions(),
-    checkpoint: CheckpointOptions = CheckpointOptions(),
-    device: DeviceOptions = DeviceOptions(),
+    loading: LoadOptions = LoadOptions(),
     as_json: Json = False,
 ) -> None:
     """Draw filters, position similarities, attention distances, rollouts and feature colors of a model."""
@@ -54,19 +41,18 @@ def figures(
         given: dict[str, Any] = {
             "--data": data,
             "--layer": layer,
-            "--image-size": inputs.image_size,
-            "--channels": inputs.channels,
+            "--image-size": loading.image_size,
+            "--channels": loading.channels,
+            "--set": loading.changes,
+            "--format": None if formats == "png" else formats,
         }
-        given |= {"--set": checkpoint.changes}
-        given |= {"--format": None if formats == "png" else formats}
         for option in [name for name, value in given.items() if value is not None]:
             raise ConfigError(
                 f"{option} cannot be combined with --timeline, which uses the run's own settings and images."
             )
         written = _timeline(model, out, names)
     else:
-        options = inputs.load_options | checkpoint.load_options | device.load_options
-        vit = open_model(model, require_classes=False, **options)
+        vit = open_model(model, require_classes=False, **loading.load_options)
         with err.status("looking for images"):
             from vitrail.figures.model_figures import FIGURES, NEED_IMAGES, ModelFigures, dataset_images, run_images
 

@@ -74,7 +74,7 @@ def open_with_engine(model: str | None, engine: EngineOptions, device: DeviceOpt
     if name is None:
         return vit
     from vitrail.engine_model import EngineModel
-    from vitrail.exporting.export_model import with_engine
+    from vitrail.exporting.open_engine import with_engine
 
     if name == "torch" and not isinstance(vit, EngineModel):
         return vit

@@ -60,7 +60,17 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @dataclass(frozen=True)
-class CheckpointOptions:
+class _OpenModelOptions:
+    """Base of the groups whose options are keywords of `open_model`."""
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """The keywords of `open_model`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class CheckpointOptions(_OpenModelOptions):
     """How a checkpoint is read that does not state everything."""
 
     section: Annotated[
@@ -76,19 +86,23 @@ class CheckpointOptions:
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="A setting that is missing in the file, such as num_heads=4; repeatable. "
+            help="Set or override a field of the model's config, such as num_heads=4; repeatable. "
             "`vitrail models NAME --settings` describes them.",
         ),
     ] = None
 
     @property
     def load_options(self) -> dict[str, Any]:
-        """The keywords of `open_model`."""
-        return {"section": self.section, "family": self.family, "overrides": parse_settings(self.changes)}
+        return {
+            **super().load_options,
+            "section": self.section,
+            "family": self.family,
+            "overrides": parse_settings(self.changes),
+        }
 
 
 @dataclass(frozen=True)
-class InputOptions:
+class InputOptions(_OpenModelOptions):
     """The images that a model takes."""
 
     image_size: ImageSize = None
@@ -98,12 +112,11 @@ class InputOptions:
 
     @property
     def load_options(self) -> dict[str, Any]:
-        """The keywords of `open_model`."""
-        return {"image_size": parse_size(self.image_size), "channels": self.channels}
+        return {**super().load_options, "image_size": parse_size(self.image_size), "channels": self.channels}
 
 
 @dataclass(frozen=True)
-class DeviceOptions:
+class DeviceOptions(_OpenModelOptions):
     """Where a model runs, and in which precision."""
 
     device: Device = "auto"
@@ -111,8 +124,12 @@ class DeviceOptions:
 
     @property
     def load_options(self) -> dict[str, Any]:
-        """The keywords of `open_model`."""
-        return {"device": self.device, "dtype": self.dtype}
+        return {**super().load_options, "device": self.device, "dtype": self.dtype}
+
+
+@dataclass(frozen=True)
+class LoadOptions(DeviceOptions, CheckpointOptions, InputOptions):
+    """How a model is loaded: the images it takes, its checkpoint, where it runs."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +142,7 @@ class EngineOptions:
             "--engine",
             metavar="NAME",
             help="torch, onnxruntime, openvino, or auto: the fastest whose outputs match torch.",
-            show_default="torch, or an exported file's own",
+            show_default="torch; for an exported file, the engine of its format",
         ),
     ] = None
     calibrate: Annotated[
@@ -133,7 +150,7 @@ class EngineOptions:
         typer.Option(
             "--calibrate",
             metavar="SPEC",
-            help="Images to calibrate the int8 scales of --engine auto: a folder, shards, ...",
+            help="Calibration images for int8 with --engine auto: a folder, shards, ...",
         ),
     ] = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from vitrail.config import parse_value
 from vitrail.errors import ConfigError
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+OutFolder = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Output folder.")]
 Formats = Annotated[
     str, typer.Option("--format", metavar="NAMES", help="Comma-separated: png,jpg,svg,pdf, and npz for the data.")
 ]
@@ -30,6 +32,11 @@ ImageSize = Annotated[
 ]
 
 HEIGHT_BY_WIDTH = re.compile(r"([1-9]\d*)x([1-9]\d*)")
+
+
+def names_option(flag: str, names: str) -> Any:
+    """An option for some of these comma-separated names; its default is all."""
+    return typer.Option(flag, metavar="NAMES", help=f"Comma-separated: {names}. Default: all.")
 
 
 def parse_size(text: str | None) -> int | tuple[int, int] | None:

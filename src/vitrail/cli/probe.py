@@ -15,14 +15,7 @@ from rich.text import Text
 
 from vitrail.cli.console import err, print_plain, progress_bar
 from vitrail.cli.model_options import BatchSize, ModelSpec, open_model
-from vitrail.cli.option_groups import (
-    CheckpointOptions,
-    DataOptions,
-    DeviceOptions,
-    FeatureOptions,
-    InputOptions,
-    with_option_groups,
-)
+from vitrail.cli.option_groups import DataOptions, FeatureOptions, LoadOptions, with_option_groups
 from vitrail.cli.options import Json, parse_ints
 from vitrail.errors import ConfigError
 
@@ -70,10 +63,8 @@ def probe(
     max_images: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Use at most this many images of each split.")
     ] = None,
-    inputs: InputOptions = InputOptions(),
-    checkpoint: CheckpointOptions = CheckpointOptions(),
     batch_size: BatchSize = 64,
-    device: DeviceOptions = DeviceOptions(),
+    loading: LoadOptions = LoadOptions(),
     as_json: Json = False,
 ) -> None:
     """Measure frozen features: fit simple classifiers to the training split and test them on the test split.
@@ -87,7 +78,7 @@ def probe(
     if vote not in ("weighted", "uniform"):
         raise ConfigError(f"--vote expects weighted or uniform, got {vote!r}.")
     parse_ints(spec.layer, "--layer")  # a wrong option is an error before torch is loaded
-    options = inputs.load_options | checkpoint.load_options | device.load_options
+    options = loading.load_options
     given = {
         name: None if text is None else parse_ints(text, option)
         for name, text, option in (("shots", shots, "--shots"), ("ks", k, "--k"))
@@ -101,7 +92,7 @@ def probe(
         from vitrail.runtime import pick_device
 
         found = probe_files(
-            features, settings=probe_settings, device=pick_device(device.device), progress=show_progress
+            features, settings=probe_settings, device=pick_device(loading.device), progress=show_progress
         )
     else:
         from vitrail.config import DataConfig

@@ -14,7 +14,7 @@ import typer
 
 from vitrail.cli.console import notes_to_stderr, one_line, print_note
 from vitrail.cli.model_options import LabelFile, open_model
-from vitrail.cli.option_groups import CheckpointOptions, DeviceOptions, EngineOptions, InputOptions, with_option_groups
+from vitrail.cli.option_groups import EngineOptions, LoadOptions, with_option_groups
 from vitrail.errors import ConfigError
 from vitrail.runtime.cores import usable_cores
 
@@ -53,7 +53,9 @@ def serve(
     max_images: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of images in a request.")] = 16,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option("--allow-host", metavar="NAME", help="Accept this host name too; repeatable."),
+        typer.Option(
+            "--allow-host", metavar="NAME", help="Additional host name to accept, such as example.org; repeatable."
+        ),
     ] = None,
     max_queue: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of queued images.")] = 256,
     batch_size: Annotated[
@@ -67,17 +69,15 @@ def serve(
         ),
     ] = 4.0,
     labels: LabelFile = None,
-    inputs: InputOptions = InputOptions(),
-    checkpoint: CheckpointOptions = CheckpointOptions(),
-    device: DeviceOptions = DeviceOptions(),
+    loading: LoadOptions = LoadOptions(),
 ) -> None:
     """Serve a model over HTTP: predictions, features, explanations, and the explorer page."""
     if source is not None and model is not None:
         raise ConfigError(f"got {source} and --model {model}, expected one of them.")
-    engine.check(device)
+    engine.check(loading)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: idle threads must not spin
     options: dict[str, Any] = {"labels": labels, "calibrate": engine.calibrate}
-    options |= inputs.load_options | checkpoint.load_options | device.load_options
+    options |= loading.load_options
     server, supervisor = _import_server()
     from vitrail.engines.exported_files import is_exported
     from vitrail.serve.limits import Limits
@@ -113,8 +113,8 @@ def load_served_model(
     notes_to_stderr()  # a worker is a separate process
     from vitrail.engines.engine import FileEngine
     from vitrail.engines.exported_files import is_exported
-    from vitrail.exporting.autotune import open_engine
     from vitrail.exporting.export_model import calibration_images
+    from vitrail.exporting.open_engine import open_engine
     from vitrail.serve.served_model import ServedModel
     from vitrail.weights.class_names import read_labels
 

@@ -17,6 +17,7 @@ from vitrail.cli.options import Data, Json
 from vitrail.cli.settings import is_setting_name, print_settings
 from vitrail.config import TrainConfig, override
 from vitrail.errors import ConfigError, NotFoundError, did_you_mean
+from vitrail.plugins import plugin_names
 from vitrail.runtime import is_main_process
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ def train(
     """Train a network from scratch. Without a recipe: a small ViT on handwritten digits, in a minute or two.
 
     vitrail train cifar10 optim.lr=3e-4 duration='100 epochs'
+
+    Trackers, and code of installed packages, are settings, too: trackers=tensorboard,wandb,mlflow objective=NAME
+    callbacks=NAME data.source=NAME:LOCATION. --settings lists what is installed.
     """
     if list_recipes:
         _list_recipes()
@@ -53,6 +57,8 @@ def train(
         print_settings(
             recipe_config(name, overrides), f"Settings of the recipe {name}; change any with KEY=VALUE.\n", as_json
         )
+        if not as_json:
+            print_plain(_installed_plugins())
         return
     overrides += run.overrides
     if recipe is None and data is not None:
@@ -71,6 +77,20 @@ def train(
         command=command_line(),
     )
     print_result(done, as_json)
+
+
+def _installed_plugins() -> str:
+    """The plugins of other packages, by the setting that takes their names."""
+    settings = {
+        "objective": "objectives",
+        "callbacks": "callbacks",
+        "trackers": "trackers",
+        "data.source": "sources",
+        "--model": "models",
+    }
+    found = {setting: plugin_names(group) for setting, group in settings.items()}
+    lines = [f"  {setting}: {', '.join(names)}" for setting, names in found.items() if names]
+    return "\nNames that installed packages add (docs/extending.md):\n" + ("\n".join(lines) or "  none")
 
 
 def print_result(done: Run, as_json: bool) -> None:
@@ -126,7 +146,7 @@ def _result_table(done: Run) -> Table:
         table.add_row(f"  {name}", f"{100 * scores.top1:.2f} %", "")
     model = shlex.quote(str(done.path))
     use = f"predict --model {model} IMAGE"
-    if done.config.objective == "masked-patch":  # the model has no head yet
+    if done.config.model is not None and not done.config.model.num_classes:  # the model has no head yet
         use = f"finetune --model {model} --data IMAGES"
     table.add_row("model", str(done.path / "model"), Text(f"vitrail {use}", style="dim"))
     if done.report.exists():

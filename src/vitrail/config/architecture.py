@@ -81,7 +81,7 @@ class ViTConfig(Config):
     """Number of register tokens: learned tokens without a position, not used by the head (DINOv2)."""
 
     position: PositionKind = "learned-1d"
-    """Position encoding of the patches; see `models.position`."""
+    """Position encoding of the patches; see docs/models.md."""
     position_at: PositionPlace | None = None
     """Where positions are added: stem (once, before the blocks), layers (at each block, with its own parameters) or
     shared (at each block, the same parameters). None: stem, or layers for relative and rope-2d."""
@@ -90,14 +90,14 @@ class ViTConfig(Config):
     position_init_std: float = 0.02
     """Standard deviation of learned positions at initialization; 1 / sqrt(width) in big_vision."""
     resample: Resample = "google"
-    """Library whose interpolation resamples learned positions; see `models.position`."""
+    """Library whose interpolation resamples learned positions; see docs/models.md."""
     rope_base: float = 100.0
     """Base of the periods of rope-2d (DINOv3's convention)."""
 
     norm: Literal["layer", "rms"] = "layer"
     """LayerNorm, or RMSNorm."""
     norm_eps: float = 1e-6
-    """Its epsilon: 1e-6 here and in timm, 1e-12 in Hugging Face's ViT, 1e-5 in CLIP."""
+    """Epsilon of the normalization layers: 1e-6 here and in timm, 1e-12 in Hugging Face's ViT, 1e-5 in CLIP."""
     activation: Activation = "gelu-tanh"
     """Activation of the MLP: tanh-GELU in the original, exact GELU in most PyTorch models."""
     patch_bias: bool = True

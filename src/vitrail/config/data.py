@@ -24,8 +24,8 @@ class DataConfig(Config):
     """Fraction of the training images held out for validation. None: the data's own validation
     split, else its test split, else a tenth of the training images."""
     groups: str | None = None
-    """Groups of images that the split must not separate: a table's column, or a regular expression over
-    an image's relative path, whose match (its first group, where it has one) names the group."""
+    """Keeps related images in one split: a table's column, or a regular expression for relative paths. Images with
+    the same match (or first capture group) form a group."""
     root: str | None = None
     """Folder with built-in data sets, searched before the cache and the system's folder."""
     image_column: str | None = None
@@ -100,7 +100,7 @@ class AugmentConfig(Config):
     """Size of the groups of consecutive images within which images are mixed. It must divide
     each process's part of the batch; the result does not depend on the number of processes."""
     mix_off: Duration = steps(0)
-    """Duration at the end of the run without mixing: evaluation images are not mixed."""
+    """Length of the final part of the run without mixup and CutMix, to match the unmixed images of evaluation."""
 
     def check(self) -> None:
         for name in ("flip", "erase", "mix_prob"):

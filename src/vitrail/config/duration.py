@@ -40,7 +40,8 @@ class Duration(Config):
         """Steps of `batch` images that cover it, where an epoch is `images` images; rounded up."""
         if self.unit == "epochs" and images < 1:
             raise ConfigError(
-                f"{self} cannot be counted: the number of images of a stream is unknown; use steps or images."
+                f"{self} cannot be converted to steps, because a stream has no known number of images; "
+                "use steps or images."
             )
         per_step = {"steps": 1.0, "epochs": batch_size / max(images, 1), "images": float(batch_size)}[self.unit]
         return math.ceil(round(self.count / per_step, 6))

@@ -108,7 +108,9 @@ def current(document: Document, values: Mapping[str, Any]) -> dict[str, Any]:
     if version not in (1, VERSION):
         raise FormatError(f"got {key}={version!r}, expected at most {VERSION}; a newer vitrail wrote this file.")
     rest = {name: value for name, value in values.items() if name != key}
-    if version == VERSION and document != "export":  # early exports of version 2 have the old name, too
+    if document == "run":  # early runs of version 2 have the old name, too
+        rest = _trackers(rest)
+    if version == VERSION and document != "export":  # as have early exports
         return rest
     upgrade = {"run": _run, "model": _model, "result": _result, "features": _features}.get(document)
     return upgrade(rest) if upgrade else _renamed(document, rest)
@@ -137,6 +139,14 @@ def _run(values: dict[str, Any]) -> dict[str, Any]:
     if "compare" in found:
         found["compare"] = [_assignment(text) for text in found["compare"]]
     return found
+
+
+def _trackers(values: dict[str, Any]) -> dict[str, Any]:
+    """`tensorboard: true` -> `trackers: ["tensorboard"]`."""
+    if "tensorboard" not in values:
+        return values
+    rest = {name: value for name, value in values.items() if name != "tensorboard"}
+    return {"trackers": ["tensorboard"] if values["tensorboard"] else [], **rest}
 
 
 def _result(values: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class PreprocessConfig(Config):
     mean: Triple = HALF
     """Subtracted from values in [0, 1], per channel."""
     std: Triple = HALF
-    """Then divided by, per channel."""
+    """Standard deviation of each channel, by which values are divided after subtracting `mean`."""
 
     def check(self) -> None:
         object.__setattr__(self, "image_size", pair(self.image_size))

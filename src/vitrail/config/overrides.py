@@ -31,6 +31,7 @@ SYNONYMS = {
     "resolution": "image_size",
     "scheduler": "kind",
     "smoothing": "label_smoothing",
+    "tensorboard": "trackers",
     "warmup_epochs": "warmup",
     "warmup_steps": "warmup",
     "wd": "weight_decay",
@@ -76,7 +77,11 @@ def _apply_overrides(config: Config, changes: Iterable[Change], root: Config, se
             raise ConfigError(f"no setting {whole!r}: {name!r} is {part!r}, which has no parts.")
     for name, parts in inner.items():
         values[name] = _apply_overrides(getattr(config, name), parts, root, f"{section}{name}.")
-    return dataclasses.replace(config, **values)
+    try:
+        return dataclasses.replace(config, **values)
+    except ConfigError as error:  # the path of the setting says more than the name of the class
+        message = str(error).replace(f"{type(config).__name__}.", section, 1)
+        raise ConfigError(message) from None
 
 
 def parse_value(text: str) -> Any:

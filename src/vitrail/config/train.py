@@ -10,7 +10,11 @@ from vitrail.config.base import Config
 from vitrail.config.data import AugmentConfig, DataConfig
 from vitrail.config.duration import Duration, epochs, steps
 from vitrail.config.image import PreprocessConfig
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, did_you_mean
+from vitrail.plugins import plugin_names
+
+OBJECTIVES = ("classify", "masked-patch", "distill")
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +99,8 @@ class OptimConfig(Config):
     """For matrices and convolutions only, not for biases, norms, tokens and positions. Part of the gradient for SGD,
     as in torch; decoupled for AdamW and Muon."""
     decay_by: Literal["lr", "schedule"] = "lr"
-    """What multiplies the decay: the learning rate (as in PyTorch), or only the schedule's factor, from 0 to 1
-    (big_vision: 1e-4 there is 0.1 here at lr=1e-3)."""
+    """lr: weight decay is multiplied by the learning rate, as in PyTorch; schedule: only by the schedule's factor,
+    from 0 to 1, as in big_vision (1e-4 there is 0.1 with decay_by=lr at a peak of 1e-3)."""
     layer_decay: float | None = None
     """Layer-wise learning rate decay: the factor from each layer to the one below it."""
     grad_clip: float | None = 1.0
@@ -159,8 +163,9 @@ class TrainConfig(Config):
     """How images are prepared for evaluation; None: the checkpoint's way or the family's usual one."""
     data: DataConfig = DataConfig()
     augment: AugmentConfig = AugmentConfig()
-    objective: Literal["classify", "masked-patch", "distill"] = "classify"
-    """What is trained; the section of the same name has its settings."""
+    objective: str = "classify"
+    """What is trained: classify, masked-patch or distill, which have a section of the same name with their settings;
+    the name of another package's objective; or your own, as package.module:name."""
     classify: ClassifyConfig = ClassifyConfig()
     masked_patch: MaskedPatchConfig = MaskedPatchConfig()
     distill: DistillConfig = DistillConfig()
@@ -197,20 +202,37 @@ class TrainConfig(Config):
     checkpoint_every: Duration = epochs(1)
     """Interval between checkpoints, from which a run resumes."""
     snapshot_every: Duration | None = None
-    """Interval of saving a copy of the weights that `vitrail.load` loads, the initial and final ones included."""
+    """Interval between snapshots of the weights, which `vitrail.load` can read; the initial and final weights are
+    saved too."""
     keep: Literal["auto", "best", "last"] = "auto"
     """Which weights become the model: the best on the validation images or the last ones. auto: the
-    best, unless they were measured on the test split, where choosing would be cheating."""
+    best, unless they were measured on the test split, which must not be used for model selection."""
     patience: int | None = None
     """Early stopping: number of evaluations without improvement; None: off."""
     on_nan: Literal["stop", "skip"] = "stop"
     """When the loss is not finite: stop the run, or skip the step."""
-    tensorboard: bool = False
-    """Also write the metrics as TensorBoard events, in the run folder."""
+    trackers: tuple[str, ...] = ()
+    """Where the metrics are also sent, separated by commas: tensorboard, wandb, mlflow (each an extra of this name),
+    the name of another package's tracker, or your own, as package.module:name."""
+    callbacks: tuple[str, ...] = ()
+    """Callbacks, separated by commas: names of other packages' callbacks, or your own, as package.module:name."""
     compare: tuple[str, ...] = ()
     """Overrides such as `model.position=none`; each is trained as a second run, and compared in the report."""
 
+    def __post_init__(self) -> None:
+        for name in ("trackers", "callbacks"):
+            value = getattr(self, name)
+            if value is None or isinstance(value, str):
+                names = tuple(part.strip() for part in (value or "").split(",") if part.strip())
+                object.__setattr__(self, name, names)
+        super().__post_init__()
+
     def check(self) -> None:
+        _check_name("objective", self.objective, OBJECTIVES, "objectives")
+        for tracker in self.trackers:
+            _check_name("trackers", tracker, TRACKERS, "trackers")
+        for callback in self.callbacks:
+            _check_name("callbacks", callback, (), "callbacks")
         if self.model is None and self.init_from is None:
             raise ConfigError("a run needs a model: a network's config, or init_from=CHECKPOINT.")
         if not -(2**63) <= self.seed < 2**63:
@@ -238,3 +260,15 @@ class TrainConfig(Config):
             raise ConfigError("masked patches need a ViT: a BiT has none.")
         if self.data.source.startswith("stream:") and self.data.order == "balanced":
             raise ConfigError("a plain stream cannot be balanced: its labels are not known before; use shards:.")
+
+
+def _check_name(setting: str, name: str, builtin: tuple[str, ...], group: str) -> None:
+    """Raise ConfigError unless the name is vitrail's, another package's or that of an object."""
+    if name in builtin or ":" in name:
+        return
+    known = [*builtin, *plugin_names(group)]
+    if name not in known:
+        hint = (
+            did_you_mean(name, known) if known else f"; no installed package adds one (entry points vitrail.{group})."
+        )
+        raise ConfigError(f"TrainConfig.{setting}={name!r} is not one of its values{hint}")

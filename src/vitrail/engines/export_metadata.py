@@ -74,7 +74,7 @@ class ExportMetadata:
         return self.normalize_inside and Preprocess(self.info.preprocess).dtype.__name__ == "uint8"
 
     @property
-    def special_tokens(self) -> tuple[str, ...]:
+    def prefix_tokens(self) -> tuple[str, ...]:
         """Names of the tokens that are not patches, in order."""
         return self.info.config.prefix_token_names if isinstance(self.info.config, ViTConfig) else ()
 

@@ -8,6 +8,11 @@ the candidates that reached the floor, so a bank can have millions of entries.
 The last bits of a matrix product depend on the block size. So every candidate within rounding error of the floor is
 recomputed pair by pair with the same arithmetic. The result is the same for any block size, and ties go to the lower
 bank index.
+
+Time of plain code relative to this module (2 shared cores, width 384, k=20):
+scikit-learn's brute force 2.0 at 50,000 x 10,000 and 2.5 at 5,000 x 1,000, with other neighbors in 0.1 % of the rows;
+blocked product and torch.topk 1.5 at 50,000 x 1,024 but 0.75 at 5,000 x 1,000, with ties in any order, and with exact
+re-ranking 2.6 and 2.4; the same search without groups 1.09 and 1.15. See `python benchmarks/knn.py`.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from vitrail.errors import ModelError
 from vitrail.models import BiT, Net, ViT
 from vitrail.models.base import eval_mode
 
-# B images, H heads, T tokens (P special ones first), N patches in h rows and w columns, L requested layers
+# B images, H heads, T tokens (P prefix tokens first), N patches in h rows and w columns, L requested layers
 
 Query = str | tuple[int, int]
-"""A query token: "class", "distill", "register 2", a patch (row, column) from 1, or "read": the pooled tokens."""
+"""A query token: "class", "distill", "register 2", a patch (row, column) from 1, or "pooled": the pooled tokens."""
 MAX_KEPT_BYTES = 256 * 2**20
 """Attention of all layers that is kept in memory at once; above it, blocks are computed again instead."""
 
@@ -141,10 +141,9 @@ def token_index(net: ViT, query: Query, grid: tuple[int, int]) -> int:
     names = net.config.prefix_token_names
     if isinstance(query, str):
         if query not in names:
-            have = f"it has {', '.join(names)} and patches" if names else "it has patches only"
+            known = ", ".join(["pooled", *names])
             raise ModelError(
-                f"this network has no token {query!r}: {have}; a patch is its row and column, from 1 (7,3), and 'read' "
-                "is what the head reads."
+                f"unknown query {query!r}; expected {known}, or a patch as ROW,COLUMN counted from 1, such as 7,3."
             )
         return names.index(query)
     row, column = query
@@ -163,7 +162,7 @@ def parse_query(text: str) -> Query:
     return text.strip().lower().replace("-", " ")
 
 
-def readout_weights(net: ViT, like: Tensor, patches: int, pool_attention: Tensor | None = None) -> Tensor:
+def pooling_weights(net: ViT, like: Tensor, patches: int, pool_attention: Tensor | None = None) -> Tensor:
     """B T: weight of each token in the pooled representation; rows sum to 1.
 
     The class token (or class and distillation token, half each), the mean of the patches, both halves of token+gap,
@@ -188,14 +187,14 @@ def readout_weights(net: ViT, like: Tensor, patches: int, pool_attention: Tensor
     return weights
 
 
-def query_weights(net: Net, images: Tensor, query: Query = "read") -> Tensor:
-    """B T: weights that select the query token, or the pooling weights for "read"."""
+def query_weights(net: Net, images: Tensor, query: Query = "pooled") -> Tensor:
+    """B T: weights that select the query token, or the pooling weights for "pooled"."""
     net = require_attention(net)
     grid = net.config.grid_of((images.shape[2], images.shape[3]))
     like, patches = images.new_empty(len(images), 0, dtype=torch.float32), grid[0] * grid[1]
-    if query == "read":
+    if query == "pooled":
         pool = AttentionIterator(net, images, layers=()).run().pool_attention if net.pool is not None else None
-        return readout_weights(net, like, patches, pool)
+        return pooling_weights(net, like, patches, pool)
     weights = like.new_zeros(len(images), net.config.num_prefix_tokens + patches)
     weights[:, token_index(net, query, grid)] = 1
     return weights
@@ -208,11 +207,11 @@ class QueryAttention:
     kept, or, if that takes too much memory, the weights come from a forward pass of their own.
     """
 
-    def __init__(self, net: Net, images: Tensor, query: Query = "read") -> None:
+    def __init__(self, net: Net, images: Tensor, query: Query = "pooled") -> None:
         self.net = require_attention(net)
         self.grid = self.net.config.grid_of((images.shape[2], images.shape[3]))
         num_tokens = self.net.config.num_prefix_tokens + self.grid[0] * self.grid[1]
-        pooled = query == "read" and self.net.pool is not None
+        pooled = query == "pooled" and self.net.pool is not None
         keep = pooled and attention_bytes(self.net, images.new_empty(len(images), num_tokens, 0)) <= MAX_KEPT_BYTES
         self.weights = None if keep else query_weights(net, images, query)
         """B T; None until the pool's attention is known."""
@@ -223,14 +222,14 @@ class QueryAttention:
         self.layers.append(attention if self.weights is None else _query_rows(self.weights, attention))
 
     def maps(self, pool_attention: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """L B H h w: attention to the patches, and L B H P: to the special tokens; both together sum to 1."""
+        """L B H h w: attention to the patches, and L B H P: to the prefix tokens; both together sum to 1."""
         rows = self.layers
         if self.weights is None:
             like = rows[0].new_empty(len(rows[0]), 0, dtype=torch.float32)
-            weights = readout_weights(self.net, like, self.grid[0] * self.grid[1], pool_attention)
+            weights = pooling_weights(self.net, like, self.grid[0] * self.grid[1], pool_attention)
             rows = [_query_rows(weights, attention) for attention in rows]
-        stacked, special = torch.stack(rows), self.net.config.num_prefix_tokens  # L B H T
-        return stacked[..., special:].unflatten(-1, self.grid), stacked[..., :special]
+        stacked, num_prefix = torch.stack(rows), self.net.config.num_prefix_tokens  # L B H T
+        return stacked[..., num_prefix:].unflatten(-1, self.grid), stacked[..., :num_prefix]
 
 
 def _query_rows(weights: Tensor, attention: Tensor) -> Tensor:
@@ -239,9 +238,9 @@ def _query_rows(weights: Tensor, attention: Tensor) -> Tensor:
 
 
 def attention_maps(
-    net: Net, images: Tensor, query: Query = "read", layers: Collection[int] | None = None
+    net: Net, images: Tensor, query: Query = "pooled", layers: Collection[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the query in each layer: L B H h w to the patches, and L B H P to the special tokens.
+    """Attention of the query in each layer: L B H h w to the patches, and L B H P to the prefix tokens.
 
     Both together sum to 1. `layers` are 0-based indices; None: all layers.
     """

@@ -13,7 +13,7 @@ from vitrail.explain.attention import AttentionIterator
 from vitrail.explain.masking import covered_pixels
 from vitrail.models import Net
 
-# B images, H heads, T tokens (P special ones first), N patches in h rows and w columns, L layers
+# B images, H heads, T tokens (P prefix tokens first), N patches in h rows and w columns, L layers
 
 
 def patch_distances(grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
@@ -24,12 +24,12 @@ def patch_distances(grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
     return torch.cdist(centers, centers, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def mean_distances(attention: Tensor, distances: Tensor, special: int = 0) -> Tensor:
+def mean_distances(attention: Tensor, distances: Tensor, num_prefix: int = 0) -> Tensor:
     """B H T T and N N -> B H: attention-weighted distance between query and key patch, averaged over queries.
 
-    Attention to special tokens is dropped and the rest renormalized; a query without attention to patches is ignored.
+    Attention to prefix tokens is dropped and the rest renormalized; a query without attention to patches is ignored.
     """
-    among = attention[:, :, special:, special:]
+    among = attention[:, :, num_prefix:, num_prefix:]
     total = among.sum(-1)  # B H N
     far = torch.einsum("bhqk,qk->bhq", among, distances.to(among))
     counts = total > 0
@@ -44,7 +44,7 @@ def attention_distance(net: Net, images: Tensor | Iterable[Tensor]) -> Tensor:
     for batch in (images,) if isinstance(images, Tensor) else images:
         walk, batch = AttentionIterator(net, batch), covered_pixels(net, batch)
         distances = patch_distances(walk.grid, (batch.shape[2], batch.shape[3])).to(batch.device, torch.float32)
-        measured = partial(mean_distances, distances=distances, special=walk.net.config.num_prefix_tokens)
+        measured = partial(mean_distances, distances=distances, num_prefix=walk.net.config.num_prefix_tokens)
         found = torch.stack([each.sum(0).cpu().double() for each in map(measured, walk)])  # L H
         total, count = found if total is None else total + found, count + len(batch)
     if total is None or not count:

@@ -36,7 +36,7 @@ from vitrail.weights.model_info import ModelInfo
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# h rows and w columns of patches, L layers, H heads, P special tokens
+# h rows and w columns of patches, L layers, H heads, P prefix tokens
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -59,11 +59,11 @@ class Explanation:
     """Method -> h w; larger is more important."""
     attention: Floats | None = None
     """L H h w: attention of the query in each layer and head; None for a network without attention."""
-    special_attention: Floats | None = None
-    """L H P: attention of the query to the special tokens; with `attention` it sums to 1."""
-    special_names: tuple[str, ...] = ()
-    query: Query = "read"
-    """The query token: "read" (the pooled tokens), a token's name, or a patch as (row, column)."""
+    prefix_attention: Floats | None = None
+    """L H P: attention of the query to the prefix tokens; with `attention` it sums to 1."""
+    prefix_names: tuple[str, ...] = ()
+    query: Query = "pooled"
+    """The query token: "pooled" (the tokens that the head receives), a token's name, or a patch as (row, column)."""
     faithfulness: dict[str, Faithfulness] = field(default_factory=dict)
     """Method, and "random" -> deletion and insertion curves; empty unless requested."""
 
@@ -96,7 +96,7 @@ class Explanation:
             )
         number = _layer_index(layer, len(self.attention))
         what = f"Layer {number + 1} of {len(self.attention)}: {self.image}"
-        under = f"{self.model}; {self._query_text()}{self._special_attention_text(number)}"
+        under = f"{self.model}; {self._query_text()}{self._prefix_attention_text(number)}"
         mark = self.query if isinstance(self.query, tuple) else None
         return figures.heads(self.pixels, self.attention[number], what, under, mark)
 
@@ -108,8 +108,8 @@ class Explanation:
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """The data of all figures, by name."""
         found: dict[str, npt.NDArray[Any]] = {"pixels": self.pixels, **self.maps}
-        if self.attention is not None and self.special_attention is not None:
-            found |= {"attention_by_head": self.attention, "attention_to_special": self.special_attention}
+        if self.attention is not None and self.prefix_attention is not None:
+            found |= {"attention_by_head": self.attention, "attention_to_prefix": self.prefix_attention}
         for kind, both in self.faithfulness.items():
             found |= {f"deletion_{kind}": both.deletion.values, f"insertion_{kind}": both.insertion.values}
             found["shares"] = both.deletion.fractions
@@ -148,13 +148,13 @@ class Explanation:
     def _query_text(self) -> str:
         if isinstance(self.query, tuple):
             return f"query: patch in row {self.query[0]}, column {self.query[1]}"
-        return "query: the pooled tokens" if self.query == "read" else f"query: {self.query} token"
+        return "query: the pooled tokens" if self.query == "pooled" else f"query: {self.query} token"
 
-    def _special_attention_text(self, layer: int) -> str:
-        """Mean attention to the special tokens, as text."""
-        assert self.special_attention is not None
-        shares = self.special_attention[layer].mean(0)
-        parts = [f"{100 * share:.0f} % to {name}" for name, share in zip(self.special_names, shares, strict=True)]
+    def _prefix_attention_text(self, layer: int) -> str:
+        """Mean attention to the prefix tokens, as text."""
+        assert self.prefix_attention is not None
+        shares = self.prefix_attention[layer].mean(0)
+        parts = [f"{100 * share:.0f} % to {name}" for name, share in zip(self.prefix_names, shares, strict=True)]
         return f"; on average {', '.join(parts)}" if parts else ""
 
 
@@ -166,7 +166,7 @@ def explain(
     name: str | None = None,
     target: str | int | None = None,
     methods: Sequence[str] | None = None,
-    query: Query = "read",
+    query: Query = "pooled",
     faithfulness: bool = False,
     top: int = 5,
 ) -> Explanation:
@@ -188,7 +188,7 @@ def explain(
     pixels = preprocess.pixels(image)
     images = network_input(net, preprocess, pixels[None])
     attention = None
-    if query != "read" or not isinstance(net, BiT):
+    if query != "pooled" or not isinstance(net, BiT):
         attention = QueryAttention(net, images, query)
     targets = None if index is None else torch.tensor([index], device=images.device)
     maps: dict[str, Tensor] = {}
@@ -210,7 +210,7 @@ def explain(
     if faithfulness:
         assert chosen is not None
         curves = measure_faithfulness(net, images[0], maps, chosen.index, multi_label=info.multi_label)
-    views, special = (None, None) if attention is None else attention.maps(result.pool_attention)
+    views, prefix = (None, None) if attention is None else attention.maps(result.pool_attention)
     from vitrail.explain.overlays import as_rgb
 
     height, width = covered_pixels(net, images).shape[2:]
@@ -222,8 +222,8 @@ def explain(
         target=chosen,
         maps={method: _to_numpy(values) for method, values in maps.items()},
         attention=None if views is None else _to_numpy(views[:, 0]),
-        special_attention=None if special is None else _to_numpy(special[:, 0]),
-        special_names=() if isinstance(net, BiT) else net.config.prefix_token_names,
+        prefix_attention=None if prefix is None else _to_numpy(prefix[:, 0]),
+        prefix_names=() if isinstance(net, BiT) else net.config.prefix_token_names,
         query=query,
         faithfulness=curves,
     )

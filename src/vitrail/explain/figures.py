@@ -43,7 +43,7 @@ METHOD_CAPTIONS = {
 
 
 def overview(
-    pixels: Pixels, maps: Mapping[str, Floats], scores: Sequence[tuple[str, float]], name: str, under: str
+    pixels: Pixels, maps: Mapping[str, Floats], scores: Sequence[tuple[str, float]], title: str, subtitle: str
 ) -> Figure:
     """The image, its predictions, and a heat map for each method."""
     columns = 1 + len(maps)
@@ -61,7 +61,7 @@ def overview(
     if scores:
         bars(rows[1, 0].subplots(1, 2, width_ratios=(1, max(0.01, columns / 2 - 1)))[0], scores)
         rows[1, 0].axes[1].axis("off")
-    set_title(figure, name, under)
+    set_title(figure, title, subtitle)
     return figure
 
 
@@ -79,7 +79,7 @@ def bars(ax: Axes, scores: Sequence[tuple[str, float]]) -> None:
     ax.spines[:].set_visible(False)
 
 
-def heads(pixels: Pixels, views: Floats, name: str, under: str, mark: tuple[int, int] | None = None) -> Figure:
+def heads(pixels: Pixels, views: Floats, title: str, subtitle: str, mark: tuple[int, int] | None = None) -> Figure:
     """Attention of each head of one layer, H h w, and their mean. `mark`: the query patch, 1-based."""
     shown = [*views, views.mean(0)]
     words = [f"head {i + 1}" for i in range(len(views))] + ["all heads"]
@@ -96,11 +96,11 @@ def heads(pixels: Pixels, views: Floats, name: str, under: str, mark: tuple[int,
             ax.add_patch(Rectangle(corner, width, height, fill=False, edgecolor="white", linewidth=1.4))
     for ax in axes[len(shown) :]:
         ax.axis("off")
-    set_title(figure, name, under)
+    set_title(figure, title, subtitle)
     return figure
 
 
-def layers(views: Floats, name: str, under: str) -> Figure:
+def layers(views: Floats, title: str, subtitle: str) -> Figure:
     """L H h w: a small map for each layer (columns) and head (rows), each with its own scale."""
     depth, count, height, width = views.shape
     bright = np.array([normalize_map(view) for view in views.reshape(-1, height, width)]).reshape(views.shape)
@@ -110,11 +110,11 @@ def layers(views: Floats, name: str, under: str) -> Figure:
     inches = min(0.8 * depth, 14.0)
     figure = new_figure(max(inches + 0.6, 5.2), inches * image.shape[0] / image.shape[1] + 1.1)
     _mosaic_axes(figure.subplots(), image, gap, count, depth, "head", "layer")
-    set_title(figure, name, under)
+    set_title(figure, title, subtitle)
     return figure
 
 
-def faithfulness_curves(found: Mapping[str, Faithfulness], name: str, under: str) -> Figure:
+def faithfulness_curves(curves: Mapping[str, Faithfulness], title: str, subtitle: str) -> Figure:
     """Deletion and insertion curves of each explanation."""
     figure = new_figure(9, 4.7)
     both = figure.subplots(1, 2, sharey=True)
@@ -123,10 +123,10 @@ def faithfulness_curves(found: Mapping[str, Faithfulness], name: str, under: str
         ("insertion", "revealed, most important first", "larger"),
     )
     for ax, (way, what, good) in zip(both, ways, strict=True):
-        ordered = sorted(found, key=lambda n: getattr(found[n], way).area, reverse=way == "insertion")
+        ordered = sorted(curves, key=lambda n: getattr(curves[n], way).area, reverse=way == "insertion")
         for kind in ordered:
-            curve = getattr(found[kind], way)
-            place = [k for k in found if k != RANDOM].index(kind) if kind != RANDOM else 0
+            curve = getattr(curves[kind], way)
+            place = [k for k in curves if k != RANDOM].index(kind) if kind != RANDOM else 0
             color, dash = (QUIET, (0, (1, 1.5))) if kind == RANDOM else (COLORS[place % 5], DASHES[place % 5])
             label = f"{kind}  {curve.area:.3f}"
             ax.plot(curve.fractions, curve.values, color=color, linestyle=dash, linewidth=2, label=label)
@@ -149,60 +149,62 @@ def faithfulness_curves(found: Mapping[str, Faithfulness], name: str, under: str
             alignment="left",
         )
         legend.get_title().set_color(QUIET)
-    both[0].set_ylim(0, 1.05 * max(1e-6, *(c.values.max() for f in found.values() for c in (f.deletion, f.insertion))))
+    both[0].set_ylim(0, 1.05 * max(1e-6, *(c.values.max() for f in curves.values() for c in (f.deletion, f.insertion))))
     both[0].set_ylabel("probability of the class", color=INK, fontsize=9)
-    set_title(figure, name, under)
+    set_title(figure, title, subtitle)
     return figure
 
 
-def rollout_grid(images: Sequence[Pixels], maps: Sequence[Floats], name: str, under: str, columns: int = 8) -> Figure:
+def rollout_grid(
+    images: Sequence[Pixels], maps: Sequence[Floats], title: str, subtitle: str, columns: int = 8
+) -> Figure:
     """Pairs of an image and the image masked by its map, as in the paper's Fig. 6."""
     pairs = [np.concatenate([p, mask_overlay(p, m)], axis=1) for p, m in zip(images, maps, strict=True)]
     columns = min(columns, len(pairs))
-    whole = tile_images(pairs, columns, gap=max(2, pairs[0].shape[0] // 32))
+    tiled = tile_images(pairs, columns, gap=max(2, pairs[0].shape[0] // 32))
     width = min(2.3 * columns, 15.0)
-    figure = new_figure(max(width, 4.6), width * whole.shape[0] / whole.shape[1] + 0.7)
-    _image(figure.subplots(), whole)
-    set_title(figure, name, under)
+    figure = new_figure(max(width, 4.6), width * tiled.shape[0] / tiled.shape[1] + 0.7)
+    _image(figure.subplots(), tiled)
+    set_title(figure, title, subtitle)
     return figure
 
 
-def distances(found: Floats, uniform: float, name: str, under: str) -> Figure:
+def distances(by_head: Floats, uniform: float, title: str, subtitle: str) -> Figure:
     """L H in pixels: a point per head and a line through the mean of each layer."""
-    depth, count = found.shape
+    depth, count = by_head.shape
     figure = new_figure(6.4, 4.2)
     ax = figure.subplots()
     x = np.arange(1, depth + 1)
-    ordered = np.sort(found, axis=1)
+    ordered = np.sort(by_head, axis=1)
     for h in range(count):
         ax.plot(x, ordered[:, h], "o", color=COLORS[0], alpha=0.65, markersize=5, markeredgewidth=0)
-    ax.plot(x, found.mean(1), color=COLORS[1], linewidth=2)
+    ax.plot(x, by_head.mean(1), color=COLORS[1], linewidth=2)
     clear = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
     words = "mean of\nthe heads"
-    ax.text(depth + 0.3, found[-1].mean(), words, color=COLORS[1], va="center", fontsize=8.5, bbox=clear)
+    ax.text(depth + 0.3, by_head[-1].mean(), words, color=COLORS[1], va="center", fontsize=8.5, bbox=clear)
     ax.axhline(uniform, color=QUIET, linestyle=":", linewidth=1.2)
     words = "uniform attention"
     ax.text(0.62, uniform * 1.015, words, color=QUIET, va="bottom", fontsize=8.5, bbox=clear)
     ax.set_xlabel("layer", color=INK)
     ax.set_ylabel("mean attention distance (pixels)", color=INK)
     ax.set_xlim(0.5, depth + max(1.0, 0.16 * depth))
-    ax.set_ylim(0, max(uniform, float(found.max())) * 1.12)
+    ax.set_ylim(0, max(uniform, float(by_head.max())) * 1.12)
     ax.set_xticks(x if depth <= 16 else x[1::2])
     ax.grid(axis="y", color=FAINT, linewidth=0.7)
     ax.spines[["top", "right", "left"]].set_visible(False)
-    set_title(figure, name, under)
+    set_title(figure, title, subtitle)
     return figure
 
 
-def positions(alike: Floats, name: str, under: str) -> Figure:
+def positions(similarity: Floats, title: str, subtitle: str) -> Figure:
     """h w h w: a grid of maps; the map at (i, j) is the similarity of that patch's position to all others."""
-    rows, columns = alike.shape[:2]
+    rows, columns = similarity.shape[:2]
     step = max(-(-rows // MAX_MAPS_PER_SIDE), -(-columns // MAX_MAPS_PER_SIDE))
-    some = alike[step // 2 :: step, step // 2 :: step]
-    low = float(alike.min())
-    side = max(1, round(700 / (max(some.shape[:2]) * max(rows, columns))))
+    shown = similarity[step // 2 :: step, step // 2 :: step]
+    low = float(similarity.min())
+    side = max(1, round(700 / (max(shown.shape[:2]) * max(rows, columns))))
     gap = max(3, round(0.07 * side * max(rows, columns)))
-    image = mosaic(some, side=side, gap=gap, low=low, high=1.0, colors=HEAT)
+    image = mosaic(shown, side=side, gap=gap, low=low, high=1.0, colors=HEAT)
     figure = new_figure(6.6, 5.35 * image.shape[0] / image.shape[1] + 1.15)
     ax = figure.subplots()
     labels = [range(step // 2 + 1, n + 1, step) for n in (rows, columns)]
@@ -211,25 +213,25 @@ def positions(alike: Floats, name: str, under: str) -> Figure:
     bar.set_label("similarity", fontsize=9, color=INK)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8, length=2)
-    set_title(figure, name, under)
+    set_title(figure, title, subtitle)
     return figure
 
 
-def filters(patterns: Floats, shares: Floats, name: str, under: str) -> Figure:
+def filters(patterns: Floats, explained_variance: Floats, title: str, subtitle: str) -> Figure:
     """n p q C: principal components of the patch embedding filters, in order."""
     columns = min(len(patterns), 7)
     rows = -(-len(patterns) // columns)
     figure = new_figure(max(0.92 * columns, 4.6), 1.1 * rows + 0.7)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    for ax, image, share in zip(axes, filter_images(patterns), shares, strict=False):
-        _image(ax, upscale(image, 96), f"{100 * share:.1f} %", size=7.5)
+    for ax, image, fraction in zip(axes, filter_images(patterns), explained_variance, strict=False):
+        _image(ax, upscale(image, 96), f"{100 * fraction:.1f} %", size=7.5)
     for ax in axes[len(patterns) :]:
         ax.axis("off")
-    set_title(figure, name, under)
+    set_title(figure, title, subtitle)
     return figure
 
 
-def colors(images: Sequence[Pixels], found: Floats, name: str, under: str, columns: int = 6) -> Figure:
+def colors(images: Sequence[Pixels], feature_colors: Floats, title: str, subtitle: str, columns: int = 6) -> Figure:
     """Images, each with its patch features as colors below (B h w 3, from 0 to 1)."""
     columns = min(columns, len(images))
     rows = 2 * -(-len(images) // columns)
@@ -238,11 +240,11 @@ def colors(images: Sequence[Pixels], found: Floats, name: str, under: str, colum
     axes = figure.subplots(rows, columns, squeeze=False)
     for ax in axes.ravel():
         ax.axis("off")
-    for i, (image, color) in enumerate(zip(images, found, strict=True)):
+    for i, (image, color) in enumerate(zip(images, feature_colors, strict=True)):
         row, column = 2 * (i // columns), i % columns
         _image(axes[row, column], image)
         axes[row + 1, column].imshow(color, interpolation="nearest", extent=(0, image.shape[1], image.shape[0], 0))
-    set_title(figure, name, under)
+    set_title(figure, title, subtitle)
     return figure
 
 

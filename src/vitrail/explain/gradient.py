@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ModelError
-from vitrail.explain.attention import AttentionIterator, BlockRecord, readout_weights, require_attention
+from vitrail.explain.attention import AttentionIterator, BlockRecord, pooling_weights, require_attention
 from vitrail.models import Net, ViT
 from vitrail.models.base import eval_mode
 
-# B images, H heads, T tokens (special ones first), N patches in h rows and w columns, D width
+# B images, H heads, T tokens (prefix tokens first), N patches in h rows and w columns, D width
 
 
 def gradient_rollout(net: Net, images: Tensor, targets: Tensor) -> Tensor:
@@ -33,13 +33,13 @@ def relevance_map(walk: AttentionIterator, targets: Tensor) -> Tensor:
 
     The records are consumed.
     """
-    net, special = walk.net, walk.net.config.num_prefix_tokens
+    net, num_prefix = walk.net, walk.net.config.num_prefix_tokens
     with eval_mode(net), torch.enable_grad():
         grad, row = _head_backward(net, walk.last_tokens, targets)
         for i in reversed(range(len(net.blocks))):
             grad, relevance = _block_backward(net, i, walk.block_records.pop(), walk.grid, grad)
             row = row + torch.einsum("bt,btu->bu", row, relevance)
-    return row[:, special:].unflatten(1, walk.grid).float()
+    return row[:, num_prefix:].unflatten(1, walk.grid).float()
 
 
 def check_targets(net: Net, targets: Tensor, count: int) -> None:
@@ -59,7 +59,7 @@ def _head_backward(net: ViT, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     score = logits.gather(1, targets[:, None].to(logits.device)).sum()
     if not pooled:
         (grad,) = torch.autograd.grad(score, x)
-        return grad, readout_weights(net, grad.float(), x.shape[1] - net.config.num_prefix_tokens)
+        return grad, pooling_weights(net, grad.float(), x.shape[1] - net.config.num_prefix_tokens)
     grad, by_weight = torch.autograd.grad(score, (x, pooled[0]))
     row = _relevance(pooled[0], by_weight)[:, 0]  # B N: no residual, the pool's query is not a token
     return grad, torch.nn.functional.pad(row, (x.shape[1] - row.shape[1], 0))

@@ -13,11 +13,11 @@ from vitrail.errors import ModelError
 from vitrail.explain.attention import AttentionIterator, QueryAttention
 from vitrail.explain.gradient import check_targets, relevance_map
 from vitrail.explain.occlusion import occlusion_steps
-from vitrail.explain.rollout import map_of_rollout, with_residual
+from vitrail.explain.rollout import add_layer, query_row
 from vitrail.models import BiT, Net
 from vitrail.models.base import eval_mode
 
-# B images, H heads, T tokens (special ones first), h rows and w columns of patches
+# B images, H heads, T tokens (prefix tokens first), h rows and w columns of patches
 
 Method = Literal["rollout", "gradient", "attention", "occlusion"]
 METHODS: tuple[Method, ...] = ("rollout", "gradient", "attention", "occlusion")
@@ -97,7 +97,7 @@ def explain_steps(
             raise ModelError(f"a BiT has no attention, which {needed[0]} needs; try occlusion.")
         with torch.no_grad(), eval_mode(net):
             logits = net(images)
-        walk = joint = last = None
+        walk = product = last = None
     else:
         depth = len(net.blocks)
         requested = range(depth) if layers is None else layers
@@ -105,11 +105,10 @@ def explain_steps(
         if "attention" in methods and net.pool is None:
             visited.add(depth - 1)
         walk = AttentionIterator(net, images, visited, record_blocks="gradient" in methods)
-        joint = last = None
+        product = last = None
         for layer, weights in zip(sorted(visited), walk, strict=True):
             if "rollout" in methods:
-                step = with_residual(weights)
-                joint = step if joint is None else step @ joint
+                product = add_layer(product, weights)
             if "attention" in methods and layer == depth - 1:
                 last = weights
             if layer in requested:
@@ -126,8 +125,8 @@ def explain_steps(
             continue
         assert walk is not None
         if method == "rollout":
-            assert joint is not None
-            values = map_of_rollout(walk, joint)
+            assert product is not None
+            values = query_row(walk, product)
         elif method == "gradient":
             values = relevance_map(walk, targets)
         else:

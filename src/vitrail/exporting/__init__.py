@@ -1,6 +1,7 @@
 """Export to ONNX, torch.export and OpenVINO, each compared with the model; `engines` runs the files.
 
-export_model             the public functions: export a model, or run it with another engine
+export_model             `vitrail.export`
+open_engine              a model or an exported file with any engine
 exporter, compare        from a network to a file, compared with the network on real images
 tracing, formats         the network with its preprocessing as a graph; the graph as a file
 quantize, compress       int8: calibrated on images (ONNX), or with dynamic scales per token (OpenVINO)

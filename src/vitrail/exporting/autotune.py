@@ -12,24 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from vitrail.engines.engine import Engine, FileEngine, open_file, torch_engine
+from vitrail.engines.engine import Engine, torch_engine
 from vitrail.engines.export_metadata import ExportMetadata, Precision
-from vitrail.engines.exported_files import ENGINES, ENGINES_BY_SUFFIX, is_exported
 from vitrail.engines.openvino_engine import openvino_core
 from vitrail.engines.optional_packages import is_installed
-from vitrail.errors import CheckpointError, ConfigError, VitrailError, did_you_mean
-from vitrail.exporting.compare import BATCH_SIZE, ROUNDS, TOLERANCE, measure_throughput
+from vitrail.errors import VitrailError
+from vitrail.exporting.compare import BATCH_SIZE, ROUNDS, measure_throughput
 from vitrail.exporting.engine_cache import ENGINE_FORMATS, cache_folder, cached_engine, is_persistent
 from vitrail.exporting.exporter import float32_on_cpu, preprocess_images
 from vitrail.exporting.sample_images import Pixels, sample_images
 from vitrail.models import Net
-from vitrail.runtime import pick_device, warn_once
+from vitrail.runtime import warn_once
 from vitrail.runtime.cores import usable_cores
 from vitrail.runtime.cpu import detect_cpu
 from vitrail.storage.atomic_write import write_json
 from vitrail.storage.locks import file_lock
-from vitrail.weights.loading import load_checkpoint
-from vitrail.weights.locate import ModelLocation
 from vitrail.weights.model_info import ModelInfo
 
 SECONDS = 0.15
@@ -39,44 +36,6 @@ MAX_ERROR = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.1}
 
 Benchmark = dict[str, Any]
 """Result of a benchmark, cached as JSON."""
-
-
-def open_engine(
-    source: Any,
-    engine: str | None = None,
-    device: str | torch.device = "auto",
-    threads: int | None = None,
-    calibrate: Sequence[Any] = (),
-    concurrency: int = 1,
-    **options: Any,
-) -> Engine:
-    """Open an engine for an exported file, a model, or any source that `vitrail.load` accepts.
-
-    engine: "torch", "onnxruntime", "openvino", or "auto": the fastest installed engine whose outputs match those of the
-        model. The default is torch, or for an exported file its own engine. For another engine, a model is exported on
-        the first call, and the files are cached.
-    device: of torch; the other engines run on the CPU.
-    threads: number of cores to use, for all calls together; the default is all cores.
-    calibrate: images for static int8 quantization with "auto".
-    concurrency: expected number of concurrent calls.
-    options: those of `load_checkpoint`.
-    """
-    if engine is not None and engine not in ENGINES:
-        raise ConfigError(f"no engine {engine!r}{did_you_mean(engine, ENGINES)}")
-    if threads is not None and threads < 1:
-        raise ConfigError(f"threads={threads}: expected 1 or more.")
-    if is_exported(source):
-        return open_export(Path(source), engine, threads, concurrency)
-    if isinstance(source, str | Path | ModelLocation):
-        net, info = load_checkpoint(source, **options)
-    else:
-        net, info = source.net, source.info
-    target = pick_device(device)
-    if engine in (None, "torch"):
-        return torch_engine(net, info, target, threads, concurrency)
-    if engine == "auto":
-        return fastest_engine(net, info, target, threads, calibrate, concurrency)
-    return cached_engine(net, info, engine, "float32", threads, concurrency)
 
 
 def fastest_engine(
@@ -117,57 +76,12 @@ def fastest_engine(
     return cached_engine(net, info, benchmark["engine"], benchmark["precision"], threads, concurrency, calibration)
 
 
-def open_export(path: Path, engine: str | None = None, threads: int | None = None, concurrency: int = 1) -> FileEngine:
-    """Open an exported file, by default with the engine in which it was compared with the model.
-
-    Another `engine` must give the same outputs; "auto" selects the fastest that does.
-    """
-    available = [name for name in ENGINES_BY_SUFFIX[path.suffix.lower()] if name == "torch" or is_installed(name)]
-    default = ENGINES_BY_SUFFIX[path.suffix.lower()][0]
-    if engine in (None, default) or default not in available or (engine == "auto" and len(available) == 1):
-        selected = available[0] if default not in available and engine == "auto" and available else engine
-        return open_file(path, None if selected == "auto" else selected, threads, concurrency)
-    if engine != "auto":
-        opened = open_file(path, engine, threads, concurrency)
-        _check_same_outputs(opened, open_file(path, default, threads, concurrency), path)
-        return opened
-    engines: dict[tuple[str, str], Engine] = {}
-    excluded = {}
-    for name in available:
-        try:
-            opened = open_file(path, name, threads)
-            if engines:
-                _check_same_outputs(opened, next(iter(engines.values())), path)
-            engines[name, opened.precision] = opened
-        except VitrailError as error:
-            excluded[name] = str(error)
-    if not engines:
-        raise CheckpointError(next(iter(excluded.values())))
-    batch = _sample_batch(next(iter(engines.values())).info)
-    benchmark = {**_time_engines(engines, batch), "refused": excluded}
-    warn_once([f"--engine auto selected {describe_choice(benchmark)}"])
-    return open_file(path, benchmark["engine"], threads, concurrency)
-
-
-def _check_same_outputs(engine: FileEngine, reference: Engine, path: Path) -> None:
-    """Raise CheckpointError if two engines give different outputs for the same file."""
-    assert isinstance(reference, FileEngine)
-    batch = _sample_batch(engine.info)
-    outputs, expected = engine.outputs(batch), reference.outputs(batch)
-    relative_error = float(np.linalg.norm(outputs - expected)) / max(float(np.linalg.norm(expected)), 1e-30)
-    if not relative_error <= TOLERANCE[engine.precision]:
-        raise CheckpointError(
-            f"{engine.name} gives different outputs for {path} than {reference.name} (relative error "
-            f"{relative_error:.2g}); try --engine {reference.name}."
-        )
-
-
 def _benchmark_candidates(net: Net, info: ModelInfo, threads: int | None, calibration: Sequence[Pixels]) -> Benchmark:
     """Time torch and every candidate whose outputs match those of torch."""
     reference = torch_engine(net, info, "cpu", threads)
     engines: dict[tuple[str, str], Engine] = {("torch", "float32"): reference}
     excluded: dict[str, str] = {}
-    batch = _sample_batch(info)
+    batch = sample_batch(info)
     expected = reference.logits(batch)
     errors: dict[str, float] = {}
     for name, precision in candidates(bool(calibration)):
@@ -186,10 +100,10 @@ def _benchmark_candidates(net: Net, info: ModelInfo, threads: int | None, calibr
             excluded[label] = (
                 f"got a relative error of {errors[label]:.2g}; at most {MAX_ERROR[precision]:g} is allowed"
             )
-    return {**_time_engines(engines, batch), "refused": excluded, "off": errors}
+    return {**time_engines(engines, batch), "refused": excluded, "off": errors}
 
 
-def _time_engines(engines: dict[tuple[str, str], Engine], batch: Pixels) -> Benchmark:
+def time_engines(engines: dict[tuple[str, str], Engine], batch: Pixels) -> Benchmark:
     """Median images/s of each engine, timed in turns: a temporary slowdown of the machine affects all of them."""
     for engine in engines.values():
         engine.logits(batch)
@@ -220,7 +134,7 @@ def candidates(calibrated: bool) -> Iterator[tuple[str, Precision]]:
             yield "openvino", "bfloat16"
 
 
-def _sample_batch(info: ModelInfo) -> Pixels:
+def sample_batch(info: ModelInfo) -> Pixels:
     """A batch of the sample images, preprocessed: B H W C."""
     return np.stack(
         preprocess_images(ExportMetadata(info=info, to="onnx"), sample_images(info.config.channels))[:BATCH_SIZE]

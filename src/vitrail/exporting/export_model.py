@@ -1,7 +1,4 @@
-"""`vitrail.export`: writes a model as an ONNX, torch.export or OpenVINO file and compares the file with the model.
-
-`with_engine` runs a model, or such a file, with another engine than torch.
-"""
+"""`vitrail.export`: writes a model as an ONNX, torch.export or OpenVINO file and compares the file with the model."""
 
 from __future__ import annotations
 
@@ -11,22 +8,18 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from vitrail.config import DataConfig, Pair
 from vitrail.data.decode import ImageLike
 from vitrail.data.sources import open_source_splits
 from vitrail.data.sources.base import Source
-from vitrail.engine_model import EngineModel, check_unchanged
 from vitrail.engines.export_metadata import ExportMetadata, OutputType
-from vitrail.engines.exported_files import is_exported
 from vitrail.engines.openvino_engine import openvino_core
 from vitrail.engines.optional_packages import import_optional
 from vitrail.errors import DataError
 from vitrail.evaluation.class_matching import MappedSource, labels_for_matching, match_classes
 from vitrail.evaluation.synsets import read_synsets_file
 from vitrail.exporting import exporter
-from vitrail.exporting.autotune import open_engine
 from vitrail.exporting.export_options import REQUIRED_PACKAGES, resolve_request
 from vitrail.exporting.exporter import ExportResult
 from vitrail.exporting.sample_images import sample_images
@@ -185,32 +178,3 @@ def _sample_source(data: str, max_images: int, root: str | None) -> tuple[Source
             else f"{data} is a stream, which cannot be sampled from; try shards:."
         )
     return source, np.unique(np.linspace(0, len(source) - 1, min(max_images, len(source))).astype(np.int64))
-
-
-def with_engine(
-    source: str | Path | Model,
-    engine: str | None = None,
-    *,
-    labels: str | Path | Sequence[str] | None = None,
-    device: str | torch.device = "auto",
-    dtype: str | torch.dtype | None = "float32",
-    threads: int | None = None,
-    calibrate: str | Sequence[ImageLike] | None = None,
-    root: str | None = None,
-    **options: Any,
-) -> Model:
-    """Open a model or an exported file with an engine: `with_engine("ViT-B/16", "auto").predict("cat.jpg")`.
-
-    `engine`, `device` and `threads` are those of `open_engine`, `options` those of `vitrail.load`. `labels` replaces
-    the class names. `calibrate` is a data set or a list of images for int8 with engine="auto".
-    """
-    if isinstance(source, EngineModel):
-        labels = source.labels if labels is None else labels
-        source = source.source
-    if isinstance(source, str | Path) and is_exported(Path(source).expanduser()):
-        source = Path(source).expanduser()
-        check_unchanged(source, device, dtype, options)
-    elif not isinstance(source, Model):
-        source = load(source, dtype=dtype, **options)
-    opened = open_engine(source, engine, device, threads, calibration_images(calibrate, root))
-    return EngineModel(opened, source).with_labels(labels)

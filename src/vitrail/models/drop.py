@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from vitrail import rng
 from vitrail.errors import ModelError
-from vitrail.kernels.materialize import materialize
+from vitrail.kernels.compute_once import compute_once
 
 # B samples, L layers
 
@@ -54,7 +54,7 @@ def check_sample_seeds(sample_seeds: Tensor, x: Tensor) -> None:
 @fx.wrap
 def embedding_seeds(sample_seeds: Tensor) -> Tensor:
     """B -> B: the seeds of the dropout before the first block."""
-    return materialize(rng.fold_in(sample_seeds, EMBED))
+    return compute_once(rng.fold_in(sample_seeds, EMBED))
 
 
 @fx.wrap
@@ -62,7 +62,7 @@ def block_seeds(sample_seeds: Tensor, layers: int) -> Tensor:
     """B -> L 5 B int64: a seed for each layer, each of its dropouts and each sample."""
     sample_seeds = rng.fold_in(sample_seeds, BLOCKS)
     sites = torch.arange(layers * len(DROP_SITES), device=sample_seeds.device)[:, None]
-    return materialize(rng.fold_in(sample_seeds + sites, 0)).unflatten(0, (layers, len(DROP_SITES)))
+    return compute_once(rng.fold_in(sample_seeds + sites, 0)).unflatten(0, (layers, len(DROP_SITES)))
 
 
 def dropout(x: Tensor, rate: float, seed: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from vitrail.config.sizes import DINOV2_G, SIGLIP2_G, SIZES
 from vitrail.errors import NotFoundError, did_you_mean
 from vitrail.models.families import FAMILIES
 from vitrail.models.published_models import PUBLISHED_MODELS, PublishedModel
+from vitrail.plugins import load_plugin, plugin_errors, plugin_names
 
 _PUBLISHED = {(size.width, size.mlp_dim): size.num_heads for size in (SIGLIP2_G, DINOV2_G, *SIZES.values())}
 
@@ -52,10 +53,19 @@ BIT_NAME = re.compile(r"BiT-(?P<depth>R\d+)x(?P<width>\d+)(?:@(?P<image>\d+(?:x\
 def config_from_name(name: str, **changes: Any) -> ViTConfig | BiTConfig:
     """The config for a model name, ours or another library's, with fields changed.
 
-    Conventions (which GELU, which epsilon) are the family's own, whichever library's name is used.
+    Conventions (which GELU, which epsilon) are the family's own, whichever library's name is used. A name that another
+    package adds (entry points vitrail.models) stands for what its function returns.
     """
     variant = find_published(name)
-    config = parse_name(variant.name if variant else name)
+    try:
+        config = parse_name(variant.name if variant else name)
+    except NotFoundError:
+        if name not in plugin_names("models"):
+            raise
+        with plugin_errors("models", name):
+            config = load_plugin("models", name)()
+            if not isinstance(config, ViTConfig | BiTConfig):
+                raise TypeError(f"it returned {type(config).__name__}, expected a ViTConfig or BiTConfig") from None
     return config.replace(**changes) if changes else config
 
 
@@ -72,7 +82,8 @@ def parse_name(name: str) -> ViTConfig | BiTConfig:
     match = NAME.fullmatch(name)
     family = match and _find_key(FAMILIES, match["family"])
     if not match or not family or family == "BiT":
-        raise NotFoundError(f"no model is called {name!r}{did_you_mean(name, [v.name for v in PUBLISHED_MODELS])}")
+        known = [*(v.name for v in PUBLISHED_MODELS), *plugin_names("models")]
+        raise NotFoundError(f"no model is called {name!r}{did_you_mean(name, known)}")
     return _vit(match, family)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -15,15 +16,18 @@ from vitrail.objectives.base import Objective
 from vitrail.objectives.classify import ClassifyObjective, LabelLoss
 from vitrail.objectives.distill import DistillObjective, Teacher, load_teacher
 from vitrail.objectives.masked_patch import MaskedPatchObjective
+from vitrail.objectives.own_objective import LossFunction, make_own_objective, requires_labels
 
 __all__ = [
     "ClassifyObjective",
     "DistillObjective",
     "LabelLoss",
+    "LossFunction",
     "MaskedPatchObjective",
     "Objective",
     "Teacher",
     "make_objective",
+    "requires_labels",
 ]
 
 
@@ -36,13 +40,17 @@ def make_objective(
     class_counts: npt.ArrayLike | None = None,
     labels: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
+    own: Any = None,
 ) -> Objective:
     """The objective of a config for this model, on this device.
 
     Train `objective.net`, which may be a copy: masked patch prediction removes the head.
     `multi_label`: an image may have several labels. `class_counts`: number of images of each class, for
-    balanced weights. `labels`: class names, to compare with the teacher's.
+    balanced weights. `labels`: class names, to compare with the teacher's. `own`: the objective itself, if
+    it is not one of vitrail's: a function or a subclass of Objective.
     """
+    if own is not None:
+        return make_own_objective(own, net).to(device)
     if config.objective == "masked-patch":
         return MaskedPatchObjective(net, config.masked_patch, preprocess, config.seed).to(device)
     loss = LabelLoss(config.classify, net.config.num_classes, multi_label=multi_label, class_counts=class_counts)

@@ -12,7 +12,7 @@ from vitrail import rng
 from vitrail.config import PreprocessConfig, pair
 from vitrail.config.train import MaskedPatchConfig
 from vitrail.errors import ConfigError, ModelError
-from vitrail.kernels.materialize import materialize
+from vitrail.kernels.compute_once import compute_once
 from vitrail.models import Net, ViT, init
 from vitrail.models.drop import check_sample_seeds, random_sample_seeds
 from vitrail.models.position import Grid
@@ -107,8 +107,8 @@ class MaskedPatchObjective(Objective):
     def corrupt(self, patches: Tensor, chosen: Tensor, sample_seeds: Tensor) -> Tensor:
         """Replace the chosen patch embeddings, b N D -> b N D."""
         count = patches.shape[1]
-        how = materialize(rng.uniform(sample_seeds, HOW, chosen.shape[1]))  # b M in [0, 1)
-        other = materialize(
+        how = compute_once(rng.uniform(sample_seeds, HOW, chosen.shape[1]))  # b M in [0, 1)
+        other = compute_once(
             (chosen + 1 + rng.bits(sample_seeds, OTHER, chosen.shape[1]) % (count - 1)) % count
         )  # not itself
         masked, kept = (

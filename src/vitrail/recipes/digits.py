@@ -9,6 +9,8 @@ Run: vitrail train
 
 from __future__ import annotations
 
+from typing import Any
+
 from vitrail.config import (
     AugmentConfig,
     ClassifyConfig,
@@ -22,20 +24,15 @@ from vitrail.config import (
 )
 
 
+def small_gray_vit(**fields: Any) -> ViTConfig:
+    """The ViT of width 64 with 4 heads that the recipes for gray images train."""
+    return ViTConfig(channels=1, num_classes=0, width=64, num_heads=4, activation="gelu", **fields)
+
+
 def digits() -> TrainConfig:
     return TrainConfig(
         name="digits",
-        model=ViTConfig(
-            image_size=8,
-            patch_size=2,
-            channels=1,
-            num_classes=0,
-            width=64,
-            depth=4,
-            num_heads=4,
-            mlp_dim=128,
-            activation="gelu",
-        ),
+        model=small_gray_vit(image_size=8, patch_size=2, depth=4, mlp_dim=128),
         preprocess=PreprocessConfig(image_size=8, mean=(0.5,), std=(0.5,)),
         data=DataConfig(source="digits"),
         augment=AugmentConfig(scale=(0.7, 1.0), ratio=(0.85, 1.18), flip=0.0, mixup=0.2),

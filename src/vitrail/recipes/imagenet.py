@@ -6,6 +6,8 @@ accuracy that the authors report.
 
 from __future__ import annotations
 
+from typing import Any
+
 from vitrail.config import (
     AugmentConfig,
     ClassifyConfig,
@@ -22,6 +24,8 @@ from vitrail.config.sizes import SIZES, vit
 
 SHARDS = "shards:imagenet1k-train-{0000..1023}.tar"
 SHARDS_21K = "shards:imagenet21k-train-{0000..2047}.tar"
+LARGE: dict[str, Any] = {"compile": True, "log_every": steps(50), "evaluate_every": epochs(5)}
+"""Settings of every recipe for a large dataset."""
 
 
 def imagenet1k_s16() -> TrainConfig:
@@ -44,9 +48,7 @@ def imagenet1k_s16() -> TrainConfig:
         schedule=ScheduleConfig(kind="cosine", warmup=steps(10_000)),
         duration=epochs(90),
         batch_size=1024,
-        compile=True,
-        log_every=steps(50),
-        evaluate_every=epochs(5),
+        **LARGE,
     )
 
 
@@ -68,9 +70,7 @@ def imagenet21k_b16() -> TrainConfig:
         schedule=ScheduleConfig(kind="linear", warmup=steps(10_000)),
         duration=epochs(90),
         batch_size=4096,
-        compile=True,
-        log_every=steps(50),
-        evaluate_every=epochs(5),
+        **LARGE,
     )
 
 
@@ -102,9 +102,7 @@ def deit_s16() -> TrainConfig:
         duration=epochs(300),
         batch_size=1024,
         ema=0.99996,
-        compile=True,
-        log_every=steps(50),
-        evaluate_every=epochs(5),
+        **LARGE,
     )
 
 
@@ -122,7 +120,5 @@ def masked_patch() -> TrainConfig:
         schedule=ScheduleConfig(kind="cosine", warmup=steps(10_000)),
         duration=steps(100_000),
         batch_size=4096,
-        compile=True,
-        log_every=steps(50),
-        evaluate_every=None,
+        **LARGE | {"evaluate_every": None},
     )

@@ -20,25 +20,15 @@ from vitrail.config import (
     PreprocessConfig,
     ScheduleConfig,
     TrainConfig,
-    ViTConfig,
     epochs,
 )
+from vitrail.recipes.digits import small_gray_vit
 
 
 def mnist(source: str = "mnist") -> TrainConfig:
     return TrainConfig(
         name=source,
-        model=ViTConfig(
-            image_size=28,
-            patch_size=4,
-            channels=1,
-            num_classes=0,
-            width=64,
-            depth=2,
-            num_heads=4,
-            mlp_dim=256,
-            activation="gelu",
-        ),
+        model=small_gray_vit(image_size=28, patch_size=4, depth=2, mlp_dim=256),
         preprocess=PreprocessConfig(image_size=28, mean=(0.5,), std=(0.5,)),
         data=DataConfig(source=source),
         augment=AugmentConfig(crop="none", flip=0.0),

@@ -24,6 +24,7 @@ from vitrail.evaluation.scores import wilson_interval
 from vitrail.evaluation.summary import Evaluation, SizeResult
 from vitrail.explain.canvas import COLORS, FAINT, INK, QUIET, Arrays, new_figure, save, save_arrays, set_title
 from vitrail.explain.label_text import truncate, unique_abbreviations
+from vitrail.report.png_figures import draw_counts
 from vitrail.storage.atomic_write import write_json, write_text
 
 FORMATS = ("png", "svg", "npz")
@@ -137,20 +138,8 @@ def confusion(found: Evaluation) -> FigureData | None:
     names = unique_abbreviations([found.labels[k] for k in present], MAX_NAME_LENGTH)
     side = 1.9 + 0.36 * len(present)
     figure = new_figure(side + 1.2, side + 0.5)
-    ax = figure.subplots()
-    shares = table / np.maximum(table.sum(1, keepdims=True), 1)
-    ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    for i, j in zip(*np.nonzero(table), strict=True):
-        color = "white" if shares[i, j] > 0.5 else INK
-        ax.text(j, i, f"{table[i, j]}", ha="center", va="center", fontsize=8, color=color)
-    columns = [*names, "others"][: table.shape[1]]
-    long = max(map(len, columns)) > 2
-    ax.set_xticks(range(len(columns)), columns, rotation=45 if long else 0, ha="right" if long else "center")
-    ax.set_yticks(range(len(names)), names)
-    ax.tick_params(length=0, labelsize=8, colors=INK)
-    ax.set_xlabel("predicted", color=INK)
-    ax.set_ylabel("true", color=INK)
-    ax.spines[:].set_visible(False)
+    ax = draw_counts(figure, table, names, [*names, "others"][: table.shape[1]])
+    ax.tick_params(colors=INK)
     set_title(figure, "Confusion matrix", _subtitle(found, found.first))
     return figure, {"confusion": table, "classes": present}
 

@@ -25,7 +25,7 @@ NUM_ATTENTION_IMAGES = 8
 
 def attention_examples(report: ReportData) -> list[tuple[int, str]]:
     """Indices of images in the source, each with its caption."""
-    samples = report.scores.samples if report.scores else None
+    samples = report.samples
     if report.source is None:
         return []
     if samples is None:

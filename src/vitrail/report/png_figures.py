@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from PIL import Image
 
 from vitrail.evaluation.scores import Scores
@@ -49,22 +53,28 @@ def draw_confusion(report: ReportData, scores: Scores, path: Path) -> None:
         return
     size = 2.2 + 0.42 * len(table)
     figure = new_figure(size, size)
+    names = [report.short_label(k) for k in range(len(table))]
+    ax = draw_counts(figure, table, names, names)
+    ax.set_title(f"{report.run.name}: confusion", loc="left", fontsize=11, color=INK)
+    save(figure, path)
+
+
+def draw_counts(figure: Figure, table: npt.NDArray[np.int64], rows: Sequence[str], columns: Sequence[str]) -> Axes:
+    """Fill a figure with the counts of true classes (rows) by predicted classes (columns)."""
     ax = figure.subplots()
     shares = table / np.maximum(table.sum(1, keepdims=True), 1)
     ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for i, j in zip(*np.nonzero(table), strict=True):
         color = "white" if shares[i, j] > 0.5 else INK
         ax.text(j, i, f"{table[i, j]}", ha="center", va="center", fontsize=8, color=color)
-    names = [report.short_label(k) for k in range(len(table))]
-    long = max(map(len, names)) > 2
-    ax.set_xticks(range(len(table)), names, fontsize=8, rotation=45 if long else 0, ha="right" if long else "center")
-    ax.set_yticks(range(len(table)), names, fontsize=8)
+    long = max(map(len, columns)) > 2
+    ax.set_xticks(range(len(columns)), columns, rotation=45 if long else 0, ha="right" if long else "center")
+    ax.set_yticks(range(len(rows)), rows)
+    ax.tick_params(length=0, labelsize=8)
     ax.set_xlabel("predicted", color=INK)
     ax.set_ylabel("true", color=INK)
-    ax.set_title(f"{report.run.name}: confusion", loc="left", fontsize=11, color=INK)
-    ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    save(figure, path)
+    return ax
 
 
 def save_image(pixels: Pixels, path: Path, min_size: int = 480) -> None:

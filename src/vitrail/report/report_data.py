@@ -51,6 +51,11 @@ class ReportData:
         """Whether the data is multi-label."""
         return self.run.multi_label or (self.scores is not None and self.scores.average_precisions is not None)
 
+    @property
+    def samples(self) -> SampleResults | None:
+        """The results of each image, if there are any."""
+        return self.scores.samples if self.scores else None
+
     @cached_property
     def _short_labels(self) -> list[str]:
         return unique_abbreviations(self.labels, MAX_NAME_LENGTH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from vitrail.evaluation.scores import Scores
@@ -241,38 +242,37 @@ def _class_bar(report: ReportData, score: ClassScore) -> Markup:
 
 def mistakes(report: ReportData) -> Markup:
     """The errors with the highest confidence."""
-    samples = report.scores.samples if report.scores else None
+    samples, cards = report.samples, []
     if samples is None:
         return Markup("")
-    cards = []
     for mistake in most_confident_errors(samples, NUM_MISTAKES):
         truth, predicted = report.true_labels(samples, mistake.row), report.short_label(mistake.predicted)
         true_label = tag("span", "true: ", tag("b", truth), cls="truth")
         about, index = f"{truth}, predicted as {predicted}", int(samples.index[mistake.row])
         cards.append(_card(report, index, predicted, mistake.score, about, true_label, "wrong"))
-    cards = [c for c in cards if c]
-    if not cards:
-        return tag("p", "There are none to show.", cls="quiet")
     note = "Preprocessed images with the predicted class and its probability."
-    return join(tag("p", note, cls="caption"), tag("div", *cards, cls="gallery"))
+    return _gallery(cards, note) or tag("p", "There are none to show.", cls="quiet")
 
 
 def correct_examples(report: ReportData) -> Markup:
     """Typical correct predictions."""
-    samples = report.scores.samples if report.scores else None
+    samples, cards = report.samples, []
     if samples is None:
         return Markup("")
-    cards = []
     for row in typical_correct(samples, NUM_CORRECT):
         predicted, truth = report.short_label(int(samples.prediction[row])), report.true_labels(samples, row)
         index, score = int(samples.index[row]), float(samples.score[row])
         true_label = tag("span", "true: ", tag("b", truth), cls="truth") if truth != predicted else None
         cards.append(_card(report, index, predicted, score, f"{predicted}, correct", true_label, "right"))
-    cards = [c for c in cards if c]
-    if not cards:
-        return Markup("")
     note = "The prediction is one of the image's classes." if report.multi_label else None
-    return join(tag("p", note, cls="caption") if note else None, tag("div", *cards, cls="gallery small"))
+    return _gallery(cards, note, "gallery small")
+
+
+def _gallery(cards: Iterable[Markup], note: str | None, cls: str = "gallery") -> Markup:
+    """The cards that have an image, under a note; nothing if there are none."""
+    cards = [card for card in cards if card]
+    caption = tag("p", note, cls="caption") if note else None
+    return join(caption, tag("div", *cards, cls=cls)) if cards else Markup("")
 
 
 def _card(

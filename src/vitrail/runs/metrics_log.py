@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl, where each logged step appears once even if the run is interrupted, and TensorBoard events."""
+"""Writes metrics.jsonl, where each logged step appears once even if the run is interrupted."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ MetricsLine = dict[str, Any]
 class MetricsLog:
     """Appends complete lines to metrics.jsonl. While the disk is full, lines wait in memory and none is lost."""
 
-    def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
-        self.path, self.tensorboard_folder = path, tensorboard
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.unwritten: list[str] = []
-        self.tensorboard_writer = _open_tensorboard(tensorboard)
 
     def rewind(self, step: int, unwritten: Sequence[str] = (), *, evaluated: bool = True) -> None:
         """Remove what was written after this step, incomplete lines, and the final test scores.
@@ -36,26 +35,13 @@ class MetricsLog:
             kept = [line for line in kept if line["step"] < step or "evaluation" not in line]
         with atomic_file(self.path) as temporary:
             temporary.write_bytes("".join(dict.fromkeys([*map(_to_json, kept), *unwritten])).encode())
-        if self.tensorboard_writer is not None and step:
-            self.tensorboard_writer.close()
-            self.tensorboard_writer = _open_tensorboard(self.tensorboard_folder, step + 1)
 
     def write(self, line: MetricsLine) -> None:
         self.unwritten.append(_to_json(line))
-        self._write_tensorboard(line)
         try:
             self._append()
         except OSError as error:
             warn_once([f"{self.path} cannot be written now ({error.strerror}); its lines are kept in memory"])
-
-    def _write_tensorboard(self, line: MetricsLine) -> None:
-        if self.tensorboard_writer is None:
-            return
-        try:
-            _add_scalars(self.tensorboard_writer, line)
-        except OSError as error:  # the writer's thread has ended and accepts no more events
-            self.tensorboard_writer = None
-            warn_once([f"TensorBoard logging stopped ({error.strerror}); {self.path} has all metrics"])
 
     def flush(self) -> list[str]:
         """Write all lines and sync the file to disk; returns the lines that could not be written."""
@@ -80,9 +66,6 @@ class MetricsLog:
 
     def close(self) -> None:
         """Write all remaining lines; raises TrainError if that fails."""
-        if self.tensorboard_writer is not None:
-            with suppress(OSError):
-                self.tensorboard_writer.close()
         if not self.unwritten:
             return
         try:
@@ -118,21 +101,3 @@ def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _replace_nonfinite(v) for k, v in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _open_tensorboard(folder: Path | None, purge_step: int | None = None) -> Any:
-    """A SummaryWriter that discards events from `purge_step` on; None without a folder."""
-    if folder is None:
-        return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise TrainError("tensorboard=true needs TensorBoard; try pip install 'vitrail[track]'.") from None
-    return SummaryWriter(str(folder), purge_step=purge_step)
-
-
-def _add_scalars(board: Any, line: MetricsLine) -> None:
-    step = line["step"]
-    for name, value in line.get("evaluation", line).items():
-        if isinstance(value, int | float) and name not in ("step", "images", "epoch", "time"):
-            board.add_scalar(f"{'evaluation' if 'evaluation' in line else 'training'}/{name}", value, step)

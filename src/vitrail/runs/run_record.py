@@ -22,7 +22,17 @@ Curve = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
 """x (epochs, or steps if epochs are unknown) and values, without gaps and NaN."""
 
 IGNORED_SETTINGS = frozenset(
-    {"name", "compare", "device", "log_every", "evaluate_every", "checkpoint_every", "snapshot_every", "tensorboard"}
+    {
+        "name",
+        "compare",
+        "device",
+        "log_every",
+        "evaluate_every",
+        "checkpoint_every",
+        "snapshot_every",
+        "trackers",
+        "callbacks",
+    }
 )
 """Settings that do not affect what a run learns."""
 

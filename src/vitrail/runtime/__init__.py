@@ -11,7 +11,7 @@ private_torch  functions of torch without a public interface, each with a substi
 terminal       a console that escapes control characters
 """
 
-from vitrail.runtime.device import autocast, deterministic, pick_device, pick_dtype, pick_precision
+from vitrail.runtime.device import autocast, deterministic, parse_dtype, pick_device, resolve_precision
 from vitrail.runtime.notes import (
     CONTROL_CHARS,
     escape_control,
@@ -30,9 +30,9 @@ __all__ = [
     "is_main_process",
     "log",
     "log_on_main_process",
+    "parse_dtype",
     "pick_device",
-    "pick_dtype",
-    "pick_precision",
+    "resolve_precision",
     "suppress_note",
     "warn_once",
 ]

@@ -31,7 +31,7 @@ def pick_device(name: str | torch.device = "auto") -> torch.device:
     return device
 
 
-def pick_precision(name: str, device: torch.device) -> str:
+def resolve_precision(name: str, device: torch.device) -> str:
     """Resolve `auto`: bfloat16 on an NVIDIA or AMD GPU that supports it, else float32. Other names are unchanged."""
     import torch
 
@@ -73,7 +73,7 @@ def deterministic(enabled: bool) -> Iterator[None]:
         torch.backends.cudnn.benchmark = before[1]
 
 
-def pick_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+def parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     """The torch dtype of a name such as "bfloat16"; a dtype or None is returned as is."""
     import torch
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @cache
-def find(path: str) -> Any:
+def torch_attribute(path: str) -> Any:
     """The attribute of torch at a dotted path, such as "ops.mkldnn._linear_pointwise"; None if there is none."""
     found: Any = torch
     for name in path.split("."):
@@ -34,8 +34,11 @@ def is_plain_eager() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    tracing, transforms = find("_C._get_tracing_state"), find("_C._functorch.peek_interpreter_stack")
-    num_modes = find("_C._len_torch_dispatch_stack")
+    tracing, transforms = (
+        torch_attribute("_C._get_tracing_state"),
+        torch_attribute("_C._functorch.peek_interpreter_stack"),
+    )
+    num_modes = torch_attribute("_C._len_torch_dispatch_stack")
     if tracing is None or transforms is None or num_modes is None:
         return False
     return tracing() is None and transforms() is None and num_modes() == 0
@@ -44,7 +47,7 @@ def is_plain_eager() -> bool:
 def linear_gelu_tanh() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
     """oneDNN's product with a bias and the tanh GELU on a CPU; None if this torch does not have it."""
     enabled = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    operator = find("ops.mkldnn._linear_pointwise") if enabled else None
+    operator = torch_attribute("ops.mkldnn._linear_pointwise") if enabled else None
     if operator is None:
         return None
     return lambda x, weight, bias: operator(x, weight, bias, "gelu", [], "tanh")
@@ -52,7 +55,7 @@ def linear_gelu_tanh() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | No
 
 def softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
     """Gradient of softmax over the last dimension at its result `weights`."""
-    fused = find("_softmax_backward_data")
+    fused = torch_attribute("_softmax_backward_data")
     if fused is not None:
         result: Tensor = fused(grad, weights, -1, weights.dtype)
         return result
@@ -62,7 +65,7 @@ def softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
 
 def resize_uint8(image: Tensor, size: Sequence[int], mode: str, out: Tensor) -> None:
     """Antialiased resizing of uint8 images, n C H W, into `out`; mode "bilinear" or "bicubic"."""
-    operator = find(f"ops.aten._upsample_{mode}2d_aa.out")
+    operator = torch_attribute(f"ops.aten._upsample_{mode}2d_aa.out")
     if operator is not None:
         operator(image, size, False, None, None, out=out)
     else:
@@ -71,7 +74,7 @@ def resize_uint8(image: Tensor, size: Sequence[int], mode: str, out: Tensor) -> 
 
 def foreach_mul_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply every tensor in place."""
-    if (fused := find("_foreach_mul_")) is not None:
+    if (fused := torch_attribute("_foreach_mul_")) is not None:
         fused(tensors, factor)
     else:
         for tensor in tensors:
@@ -80,7 +83,7 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 
 def foreach_add_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float) -> None:
     """tensor += alpha * other, in place."""
-    if (fused := find("_foreach_add_")) is not None:
+    if (fused := torch_attribute("_foreach_add_")) is not None:
         fused(tensors, others, alpha=alpha)
     else:
         for tensor, other in zip(tensors, others, strict=True):
@@ -89,7 +92,7 @@ def foreach_add_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: flo
 
 def foreach_lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
     """tensor += weight * (end - tensor), in place."""
-    if (fused := find("_foreach_lerp_")) is not None:
+    if (fused := torch_attribute("_foreach_lerp_")) is not None:
         fused(tensors, ends, weight)
     else:
         for tensor, end in zip(tensors, ends, strict=True):
@@ -98,6 +101,6 @@ def foreach_lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: flo
 
 def foreach_lerp(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:
     """tensor + weight * (end - tensor)."""
-    if (fused := find("_foreach_lerp")) is not None:
+    if (fused := torch_attribute("_foreach_lerp")) is not None:
         return list(fused(tensors, ends, weight))
     return [tensor.lerp(end, weight) for tensor, end in zip(tensors, ends, strict=True)]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,21 @@ MAX_REFUSAL_DELAY_S, MIN_REFUSAL_DELAY_S, REFUSED_BYTES_PER_S = 1.0, 0.1, 8e6
 """Delay of an error response to a request with a body: maximum and minimum seconds, and bytes per second of delay."""
 
 JSONObject = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A POST request that has been received and is not yet answered."""
+
+    body: RequestBody
+    deadline: float | None
+    disconnected: asyncio.Future[None]
+
+    def single_image(self) -> bytes | str:
+        """The image of a route that takes only one."""
+        if len(self.body.images) > 1:
+            raise RequestError(400, "single_image_only", f"got {len(self.body.images)} images, expected 1.")
+        return self.body.images[0]
 
 
 class Service:
@@ -122,7 +137,7 @@ class Service:
         self,
         request: Request,
         parameters_type: type[BaseModel],
-        handler: Callable[[RequestBody, Any, float | None, asyncio.Future[None]], Awaitable[JSONObject]],
+        handler: Callable[[Call, Any], Awaitable[JSONObject]],
     ) -> Response:
         """Common part of all POST routes: deadline, quotas, body, parameters, disconnects."""
         start = time.monotonic()
@@ -134,7 +149,7 @@ class Service:
                 raise deadline_error()
             disconnected = asyncio.ensure_future(_wait_for_disconnect(request))
             try:
-                result = await handler(body, parameters, deadline, disconnected)
+                result = await handler(Call(body, deadline, disconnected), parameters)
             finally:
                 disconnected.cancel()
         except ClientDisconnected:
@@ -170,32 +185,18 @@ class Service:
         finally:
             upload.release()
 
-    async def _predict(
-        self,
-        body: RequestBody,
-        parameters: schema.PredictParameters,
-        deadline: float | None,
-        disconnected: asyncio.Future[None],
-    ) -> JSONObject:
+    async def _predict(self, call: Call, parameters: schema.PredictParameters) -> JSONObject:
         if not self.served.classifies:
             raise RequestError(400, "no_classes", "this model has no classes, only features; try /v1/embed.")
-        rows = await self._run_engine(body, parameters, "logits", deadline, disconnected)
+        rows = await self._run_engine(call, parameters, "logits")
         results = [{"predictions": top_classes(self.served.info, row, parameters.top)} for row in rows]
         return {"model": self.served.name, "engine": self.served.engine.name, "results": results}
 
-    async def _run_engine(
-        self,
-        body: RequestBody,
-        parameters: schema.HideParameters,
-        output: OutputName,
-        deadline: float | None,
-        disconnected: asyncio.Future[None],
-    ) -> list[Floats]:
+    async def _run_engine(self, call: Call, parameters: schema.HideParameters, output: OutputName) -> list[Floats]:
         """Engine outputs of each image, with the given patches hidden."""
         self.image_decoder.check_patches(parameters.hide)
-        return await self.batcher.infer(
-            body.images, body.client, output, self._patch_hider(parameters), deadline, disconnected
-        )
+        hider, body = self._patch_hider(parameters), call.body
+        return await self.batcher.infer(body.images, body.client, output, hider, call.deadline, call.disconnected)
 
     def _patch_hider(self, parameters: schema.HideParameters) -> Callable[[Pixels], Pixels] | None:
         """Function that hides the patches in an image; None if there are none to hide."""
@@ -205,50 +206,25 @@ class Service:
             else None
         )
 
-    async def _embed(
-        self,
-        body: RequestBody,
-        parameters: schema.HideParameters,
-        deadline: float | None,
-        disconnected: asyncio.Future[None],
-    ) -> JSONObject:
+    async def _embed(self, call: Call, parameters: schema.HideParameters) -> JSONObject:
         if not self.served.has_features:
             message = "an exported file has no features; serve the checkpoint it was made from."
             raise RequestError(501, "no_features", message)
-        rows = await self._run_engine(body, parameters, "features", deadline, disconnected)
+        rows = await self._run_engine(call, parameters, "features")
         results = [{"embedding": row.tolist()} for row in rows]
         return {"model": self.served.name, "dimension": len(rows[0]), "results": results}
 
-    async def _preprocess(
-        self,
-        body: RequestBody,
-        parameters: schema.HideParameters,
-        deadline: float | None,
-        disconnected: asyncio.Future[None],
-    ) -> JSONObject:
-        if len(body.images) > 1:
-            raise RequestError(400, "single_image_only", f"got {len(body.images)} images, expected 1.")
+    async def _preprocess(self, call: Call, parameters: schema.HideParameters) -> JSONObject:
+        image = call.single_image()
         self.image_decoder.check_patches(parameters.hide)
-        result = await self.batcher.explain(
-            body.images[0],
-            body.client,
-            self.explainer.preprocess_steps,
-            self._patch_hider(parameters),
-            deadline,
-            disconnected,
-        )
+        steps, hider = self.explainer.preprocess_steps, self._patch_hider(parameters)
+        result = await self.batcher.explain(image, call.body.client, steps, hider, call.deadline, call.disconnected)
         return {"model": self.served.name, **result}
 
     async def _explain(
-        self,
-        body: RequestBody,
-        parameters: schema.ExplainParameters,
-        deadline: float | None,
-        disconnected: asyncio.Future[None],
-        progress: ProgressCallback | None = None,
+        self, call: Call, parameters: schema.ExplainParameters, progress: ProgressCallback | None = None
     ) -> JSONObject:
-        if len(body.images) > 1:
-            raise RequestError(400, "single_image_only", f"got {len(body.images)} images, expected 1.")
+        image = call.single_image()
         explain_request = ExplainRequest(
             layers=None if parameters.layers is None else tuple(parameters.layers),
             methods=None if parameters.methods is None else tuple(dict.fromkeys(parameters.methods)),
@@ -258,7 +234,9 @@ class Service:
         )
         self.explainer.check(explain_request)
         steps = partial(self.explainer.steps, request=explain_request)
-        result = await self.batcher.explain(body.images[0], body.client, steps, None, deadline, disconnected, progress)
+        result = await self.batcher.explain(
+            image, call.body.client, steps, None, call.deadline, call.disconnected, progress
+        )
         return {"model": self.served.name, **result}
 
 

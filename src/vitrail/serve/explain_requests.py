@@ -74,7 +74,7 @@ class Explainer:
         model, supported = self.model, self.served.explain_methods
         if not supported:
             raise RequestError(
-                501, "not_explainable", "this model has no explanations: it has no attention and no classes."
+                501, "not_explainable", "this model cannot be explained: it has neither attention layers nor classes."
             )
         for method in request.methods or ():
             if method not in supported:

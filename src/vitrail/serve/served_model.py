@@ -75,7 +75,7 @@ class ServedModel:
     @property
     def prefix_tokens(self) -> tuple[str, ...]:
         if self.model is None:
-            return self.engine.metadata.special_tokens if isinstance(self.engine, FileEngine) else ()
+            return self.engine.metadata.prefix_tokens if isinstance(self.engine, FileEngine) else ()
         return self.model.net.config.prefix_token_names if isinstance(self.model.net, ViT) else ()
 
     @property

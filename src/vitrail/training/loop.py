@@ -17,9 +17,11 @@ from vitrail.evaluation.scores import Scores
 from vitrail.runs.run_folder import RunFolder
 from vitrail.runtime import deterministic, log_on_main_process, warn_once
 from vitrail.runtime.distributed import DistributedContext
+from vitrail.training.callbacks import Observers
 from vitrail.training.checkpointing import CheckpointManager, Progress
 from vitrail.training.interrupt import Interrupt, StopRequested
 from vitrail.training.nan_guard import NaNGuard
+from vitrail.training.own_code import OwnCode
 from vitrail.training.run_extension import check_extension, extended_config
 from vitrail.training.run_logger import RunLogger
 from vitrail.training.setup import Setup, prepare_run
@@ -53,15 +55,16 @@ class FitResult:
         return self.progress.unreadable_images
 
 
-def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> FitResult:
+def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False, own: OwnCode | None = None) -> FitResult:
     """Train into a run folder; with `resume`, continue from its last checkpoint.
 
-    If `config` has a longer duration than the folder's config, the run is extended.
+    `own`: the objects that the config has names of. If `config` has a longer duration than the folder's config, the run
+    is extended.
     """
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
         stack.enter_context(_explain_interrupt(run, interrupt))
-        trainer, logger = _open_run(stack, config, run, resume)
+        trainer, logger = _open_run(stack, config, run, resume, own or OwnCode())
         distributed, progress = trainer.distributed, logger.progress
         config, optimizer, schedule, ema = trainer.config, trainer.optimizer, trainer.schedule, trainer.ema
         nan_guard = NaNGuard(
@@ -129,7 +132,9 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> FitResu
         return FitResult(run, trainer.setup, progress, None, stop_reason, distributed.is_main, logger.last_saved_step())
 
 
-def _open_run(stack: ExitStack, config: TrainConfig, run: RunFolder, resume: bool) -> tuple[Trainer, RunLogger]:
+def _open_run(
+    stack: ExitStack, config: TrainConfig, run: RunFolder, resume: bool, own: OwnCode
+) -> tuple[Trainer, RunLogger]:
     """Create the trainer and the logger, or restore them from a checkpoint; `stack` closes them."""
     distributed = stack.enter_context(DistributedContext.from_env(config.device))
     stack.enter_context(deterministic(config.deterministic))
@@ -148,9 +153,10 @@ def _open_run(stack: ExitStack, config: TrainConfig, run: RunFolder, resume: boo
                 f"{run.path} has a finished model but no usable checkpoint: training would start over and replace the "
                 f"model. Start a new run with --out, or remove {run.model} first."
             )
-        trainer = Trainer(prepare_run(config, distributed, saved=saved and saved[1]), distributed)
+        observers = Observers(config, own, is_main=distributed.is_main, resume=resume)
+        trainer = Trainer(prepare_run(config, distributed, saved=saved and saved[1], own=own), distributed)
         stack.callback(trainer.close)
-        logger = stack.enter_context(RunLogger(run, trainer))
+        logger = stack.enter_context(RunLogger(run, trainer, observers))
         if not resume:
             logger.start()
             return trainer, logger

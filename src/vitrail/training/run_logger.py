@@ -24,6 +24,7 @@ from vitrail.runs.metrics_log import MetricsLog
 from vitrail.runs.run_folder import RunFolder
 from vitrail.runtime import warn_once
 from vitrail.runtime.peak_flops import measure_peak_flops
+from vitrail.training.callbacks import Observers, RunView
 from vitrail.training.checkpointing import (
     CheckpointManager,
     Progress,
@@ -44,7 +45,8 @@ from vitrail.weights import checkpoint
 class RunLogger:
     """Logs, saves and restores a run. Every process calls each method; the main process writes."""
 
-    def __init__(self, run: RunFolder, trainer: Trainer) -> None:
+    def __init__(self, run: RunFolder, trainer: Trainer, observers: Observers) -> None:
+        self.observers, self.status = observers, "stopped"
         self.run, self.trainer, self.config, self.distributed = run, trainer, trainer.config, trainer.distributed
         info = trainer.setup.info
         self.progress = Progress(
@@ -70,6 +72,8 @@ class RunLogger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and issubclass(kind, Exception):
+            self.status = "failed"
         self.stack.close()
 
     def start(self) -> Progress:
@@ -125,10 +129,10 @@ class RunLogger:
             warn_once(["on another number of processes attention_dropout draws other masks than before"])
 
     def _open(self) -> None:
+        self.stack.callback(lambda: self.observers.end(self.status))
         self.started_at = self.logged_at = time.monotonic()
         self.elapsed_before, self.logged_step = self.progress.elapsed_seconds, self.progress.step
-        board = self.run.path / "tensorboard" if self.config.tensorboard else None
-        self.metrics = MetricsLog(self.run.metrics, board) if self.distributed.is_main else None
+        self.metrics = MetricsLog(self.run.metrics) if self.distributed.is_main else None
         if self.metrics is not None:
             progress = self.progress
             self.metrics.rewind(progress.step, progress.unwritten_metrics, evaluated=not progress.evaluation_pending)
@@ -136,9 +140,23 @@ class RunLogger:
         self.stack.callback(self.checkpoints.close)
         self.display = self.stack.enter_context(self._display())
         self.trainer.on_evaluation_batch = self.display.show_evaluation_progress
+        self.observers.start(self._view())
         progress = self.progress
         if progress.best_score is not None and progress.best_step is not None:
             self.display.state.best = abs(progress.best_score), progress.best_step  # the score of a loss is negative
+
+    def _view(self) -> RunView:
+        trainer = self.trainer
+        return RunView(
+            self.run.path,
+            self.config,
+            trainer.setup.info.labels or (),
+            trainer.total_steps,
+            trainer.batch_size,
+            trainer.num_images or None,
+            self.progress.step > 0,
+            lambda: self.progress.step,
+        )
 
     def _display(self) -> Display:
         trainer = self.trainer
@@ -165,6 +183,7 @@ class RunLogger:
         world_size = self.distributed.world_size
         steps = torch.ones((), device=norm.device) / world_size
         self.meter.add({**sums, WEIGHT: weights.sum(), NORM: norm / world_size, STEPS: steps})
+        self.observers.step()
 
     def log_step(self, factor: float) -> None:
         """Write the averages since the last logged step; `factor` is the learning rate relative to `optim.lr`."""
@@ -236,6 +255,9 @@ class RunLogger:
         self.progress.metric_sums = self._reduced_sums()
         self.progress.stream_states = self.distributed.all_gather_object(stream) if stream is not None else None
         self.checkpoints.save(self._state_tensors(), self.progress)
+        if self.observers.wants("on_checkpoint"):
+            self.checkpoints.wait()
+            self.observers.checkpoint(self.checkpoints.path_of(self.progress.step))
         self.display.resume()
 
     def last_saved_step(self) -> int | None:
@@ -278,6 +300,7 @@ class RunLogger:
         self.checkpoints.close()
         if self.checkpoints.error is not None and self.distributed.is_main:
             warn_once([f"the last checkpoint could not be written: {self.checkpoints.error}"])
+        self.status = "finished"
         return self.scores
 
     def describe_nan(self, batch: Batch) -> str:
@@ -325,6 +348,7 @@ class RunLogger:
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(line)
+            self.observers.write(line)
 
 
 def _is_better(new: tuple[float, float], best: tuple[float | None, float | None]) -> bool:

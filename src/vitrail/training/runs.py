@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from vitrail.config import BiTConfig, DataConfig, TrainConfig, ViTConfig, override, pair
 from vitrail.data.loader import usable_indices
 from vitrail.data.sources import open_data
@@ -17,6 +19,7 @@ from vitrail.errors import ConfigError, DataError, NotFoundError, TrainError, Vi
 from vitrail.evaluation import pixel_knn_applies, pixel_knn_baseline
 from vitrail.evaluation.scores import Scores
 from vitrail.model import Model
+from vitrail.models.base import BaseNet
 from vitrail.models.model_names import config_from_name
 from vitrail.open_model import load
 from vitrail.recipes import RECIPES
@@ -25,6 +28,7 @@ from vitrail.report import write_report
 from vitrail.runs.run_folder import RunFolder, read_run_config
 from vitrail.runtime import log_on_main_process, pick_device, warn_once
 from vitrail.training.loop import FitResult, fit
+from vitrail.training.own_code import OwnCode
 from vitrail.training.resuming import CHANGEABLE as CHANGEABLE
 from vitrail.training.resuming import PROPORTIONAL, resolve_run_folder, resume_config, scale_durations, setting_name
 from vitrail.weights.loading import load_checkpoint
@@ -95,8 +99,11 @@ def train(
     recipe: str | Path | TrainConfig = "digits",
     *,
     overrides: Sequence[str] = (),
-    data: str | None = None,
-    model: str | None = None,
+    data: Any = None,
+    model: str | nn.Module | Model | None = None,
+    objective: Any = None,
+    callbacks: Sequence[Any] | None = None,
+    trackers: Sequence[Any] | str | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     auto_resume: bool = False,
@@ -109,11 +116,35 @@ def train(
     data and network. `out`: the run folder; by default runs/NAME. `resume` continues an interrupted run from its last
     checkpoint, with the same result as an uninterrupted run; with a longer `duration` it extends the run.
     `auto_resume` starts a new run, continues an unfinished one or returns a finished one, whichever the folder holds.
+
+    Objects of your own, each also by the name of an installed plugin (docs/extending.md):
+
+    data        a map-style torch Dataset, a vitrail Source, or a tuple or dict of them (train, validation, test)
+    model       a vitrail.Model, a ViT or BiT, or a network of timm, transformers, torchvision or open_clip, whose
+                weights are the start
+    objective   a function (net, images, targets, weights, sample_seeds) -> dict of per-image values, or a subclass of
+                vitrail.objectives.Objective
+    callbacks   objects with some of the methods of vitrail.training.callbacks.Callback
+    trackers    "tensorboard", "wandb", "mlflow", or objects like vitrail.runs.trackers.Tracker
     """
+    own = OwnCode()
+    settings: dict[str, Any] = {}
+    if data is not None:
+        data = own.add_data(data)
+    if objective is not None:
+        settings["objective"] = own.add("objective", objective)
+    for name, values in (("callbacks", callbacks), ("trackers", trackers)):
+        if values is not None:
+            settings[name] = values if isinstance(values, str) else own.add_all(name, values)
+    init_from = None if model is None or isinstance(model, str) else own.add_model(model)
+    overrides = [*overrides, *(f"{name}={_as_text(value)}" for name, value in settings.items())]
     if resume and not auto_resume and out is not None:  # the folder has the config
         folder = resolve_run_folder(out, "", resume=True)
     else:
-        config = _apply_overrides(_resolve_recipe(recipe, data, model), overrides)
+        picked = _resolve_recipe(recipe, data, model if isinstance(model, str) else None)
+        if init_from is not None:
+            picked = _start_from(picked, init_from, own, keep_preprocess=isinstance(model, BaseNet))
+        config = _apply_overrides(picked, overrides)
         if str(recipe) in RECIPES and not any(setting_name(o) == "compare" for o in overrides):
             config = config.replace(
                 compare=tuple(change for change in config.compare if _is_comparison(config, change))
@@ -122,15 +153,15 @@ def train(
     expected = config if auto_resume and folder.started else None
     if resume or expected is not None:
         resume = True
-        config = resume_config(folder, overrides, {"data.source": data}, expected)
-        if model is not None:
+        config = resume_config(folder, overrides, {"data.source": data, "init_from": init_from}, expected)
+        if isinstance(model, str):
             named = config.replace(model=_network_config(model, config.model).to_dict())
             named = override(named, [o for o in overrides if setting_name(o).startswith("model.")])
             if _without_head(named.model) != _without_head(config.model):
                 raise ConfigError(f"--model {model} cannot change when a run is resumed. Start a new run instead.")
         if auto_resume and (done := _finished_run(folder, config)) is not None:
             return done
-    return run_training(config, folder, resume=resume, report=report, command=command)
+    return run_training(config, folder, resume=resume, report=report, command=command, own=own)
 
 
 def finetune(
@@ -257,13 +288,19 @@ def _is_comparison(config: TrainConfig, change: str) -> bool:
 
 
 def run_training(
-    config: TrainConfig, folder: RunFolder, *, resume: bool = False, report: bool = True, command: str | None = None
+    config: TrainConfig,
+    folder: RunFolder,
+    *,
+    resume: bool = False,
+    report: bool = True,
+    command: str | None = None,
+    own: OwnCode | None = None,
 ) -> Run:
-    """Train the run and its comparisons, then write the report."""
+    """Train the run and its comparisons, then write the report. `own`: the objects that the config has names of."""
     if config.model is not None:
         for change in config.compare:
             override(config, [change])  # raises for an invalid comparison before any training
-    result = fit(config, folder, resume=resume)
+    result = fit(config, folder, resume=resume, own=own)
     config = result.setup.config  # resolved once, and so the same for all comparisons
     if result.stop_reason not in (None, "patience"):
         return Run(
@@ -278,9 +315,8 @@ def run_training(
     with _explain_interrupt(folder):
         for change in config.compare:
             aside = RunFolder(folder.path / "compare" / _slug(change), folder.lock_timeout_s, folder.path)
-            other = fit(
-                override(config.replace(compare=(), snapshot_every=None), [change]), aside, resume=aside.started
-            )
+            changed = override(config.replace(compare=(), callbacks=(), snapshot_every=None), [change])
+            other = fit(changed, aside, resume=aside.started, own=own)
             others.append(Run(aside.path, other.setup.config, other.scores, other.stop_reason))
             if other.stop_reason not in (None, "patience"):
                 return Run(
@@ -371,6 +407,20 @@ def _resolve_recipe(recipe: str | Path | TrainConfig, data: str | None, model: s
     if model is not None:
         config = config.replace(model=_network_config(model, config.model).to_dict())
     return config
+
+
+def _start_from(config: TrainConfig, init_from: str, own: OwnCode, *, keep_preprocess: bool) -> TrainConfig:
+    """The config of a run that starts from a network in memory. `keep_preprocess`: fit the recipe's preprocessing to
+    it; else the network has its own."""
+    assert own.start is not None
+    compare = tuple(change for change in config.compare if not setting_name(change).startswith("model."))
+    network = own.start[0].config.replace(num_classes=0).to_dict()
+    config = config.replace(model=network, init_from=init_from, compare=compare)
+    return _match_preprocess(config) if keep_preprocess else config.replace(preprocess=None)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else ",".join(value) or "none"
 
 
 def _network_config(name: str, replaced: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig:

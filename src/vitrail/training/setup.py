@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +13,12 @@ from vitrail.data.sources import open_data
 from vitrail.data.sources.base import Source, Splits
 from vitrail.errors import ConfigError, DataError, TrainError
 from vitrail.models import Net, ViT, build
+from vitrail.objectives import requires_labels
 from vitrail.runtime import warn_once
 from vitrail.runtime.distributed import DistributedContext
 from vitrail.training.checkpointing import Progress
 from vitrail.training.data_fingerprint import DataFingerprint, check_fingerprint, check_splits, fingerprint_data
+from vitrail.training.own_code import OwnCode, copy_network
 from vitrail.weights.archive import unmap_weights
 from vitrail.weights.loading import adapt_model, load_checkpoint
 from vitrail.weights.model_info import (
@@ -41,6 +44,8 @@ class Setup:
     splits: Splits
     data_fingerprint: DataFingerprint
     """Stored in checkpoints and compared when the run is resumed."""
+    objective: Any = None
+    """The objective, if it is not one of vitrail's own."""
 
     @property
     def class_counts(self) -> npt.NDArray[np.int64] | None:
@@ -53,11 +58,19 @@ class Setup:
         return np.bincount(targets[targets >= 0], minlength=len(self.info.labels or ()))
 
 
-def prepare_run(config: TrainConfig, distributed: DistributedContext, *, saved: Progress | None = None) -> Setup:
-    """Open the data, build or load the network. `saved`: of a resumed run, whose weights come from its checkpoint."""
-    learns_labels = config.objective != "masked-patch"
+def prepare_run(
+    config: TrainConfig, distributed: DistributedContext, *, saved: Progress | None = None, own: OwnCode | None = None
+) -> Setup:
+    """Open the data, build or load the network. `saved`: of a resumed run, whose weights come from its checkpoint.
+
+    `own`: the objects that the config has names of.
+    """
+    own = own or OwnCode()
+    objective = own.objective(config.objective)
+    learns_labels = requires_labels(config.objective, objective)
+    network_class = own.network_class(config.init_from, weights=saved is None)
     with distributed.main_process_first():  # which downloads and indexes for all
-        splits = open_data(config.data, require_labels=learns_labels)
+        splits = open_data(config.data, require_labels=learns_labels, own=own.data(config.data.source))
     warn_once(splits.notes, about=config.data.source)
     labels = tuple(splits.train.labels)
     if learns_labels and not labels:
@@ -73,7 +86,7 @@ def prepare_run(config: TrainConfig, distributed: DistributedContext, *, saved: 
         warn_once(check_fingerprint(saved.data_fingerprint, data, config.data.source))
         warn_once(_describe_old_behavior(config) if not saved.data_fingerprint else [])
     if config.init_from is not None and saved is None:
-        net, info = _load_start(config, labels if learns_labels else ())
+        net, info = _load_start(config, labels if learns_labels else (), own)
         config = config.replace(model=net.config)
     else:
         assert config.model is not None
@@ -81,12 +94,13 @@ def prepare_run(config: TrainConfig, distributed: DistributedContext, *, saved: 
             raise ConfigError(f"image_size={config.image_size} is only for init_from; set model.image_size instead.")
         config = config.replace(model=_with_classes(config.model, len(labels) if learns_labels else 0))
         net, info = _create_network(config, labels if learns_labels else ())
+        net = net if network_class is None else copy_network(net, network_class)
         info = info.replace(**saved.model_origin) if saved is not None else info
     info = info.replace(name=config.name, multi_label=learns_labels and splits.train.multi_label)
     if config.preprocess is not None:
         info = info.replace(preprocess=config.preprocess)
     _check_sizes(net, info.preprocess)
-    return Setup(config.replace(preprocess=info.preprocess), net, info, splits, data)
+    return Setup(config.replace(preprocess=info.preprocess), net, info, splits, data, objective)
 
 
 def _describe_old_behavior(config: TrainConfig) -> list[str]:
@@ -101,12 +115,18 @@ def _describe_old_behavior(config: TrainConfig) -> list[str]:
     return [f"this version trains differently from here on: {' and '.join(found)}"] if found else []
 
 
-def _load_start(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, ModelInfo]:
+def _load_start(config: TrainConfig, labels: tuple[str, ...], own: OwnCode) -> tuple[Net, ModelInfo]:
     """Load the checkpoint `init_from`; unless it has these very classes, its head is replaced by one of zeros."""
     assert config.init_from is not None
     changes = _regularization_settings(config.model)
-    net, info = load_checkpoint(config.init_from, image_size=config.image_size, overrides=changes)
-    unmap_weights(net)  # frozen weights would keep the file open for the whole run
+    if own.start is not None:
+        net, info = own.start
+        net, info = adapt_model(net.rebuild(net.config.replace(**changes), {}), info, config.image_size)
+        if info.labels is None and net.config.num_classes == len(labels):
+            info = info.replace(labels=labels)  # a network with this number of classes keeps its head
+    else:
+        net, info = load_checkpoint(config.init_from, image_size=config.image_size, overrides=changes)
+        unmap_weights(net)  # frozen weights would keep the file open for the whole run
     warn_once(info.notes, about=info.origin or config.init_from)
     before = net.config
     if info.labels != labels or info.task != "classify":

@@ -28,8 +28,8 @@ from vitrail.evaluation.masked_prediction import MaskedPredictionScores, measure
 from vitrail.evaluation.scores import Scores
 from vitrail.models import Net, build
 from vitrail.models.flops import count_flops, training_flops
-from vitrail.objectives import DistillObjective, make_objective
-from vitrail.runtime import autocast, pick_precision, warn_once
+from vitrail.objectives import DistillObjective, make_objective, requires_labels
+from vitrail.runtime import autocast, resolve_precision, warn_once
 from vitrail.runtime.distributed import DistributedContext
 from vitrail.runtime.peak_flops import slowdown
 from vitrail.training.batch_size_search import MAX_BATCH_SIZE, find_batch_size
@@ -52,7 +52,7 @@ class Trainer:
 
     def __init__(self, setup: Setup, distributed: DistributedContext) -> None:
         config, source = setup.config, setup.splits.train
-        config = config.replace(precision=pick_precision(config.precision, distributed.device))
+        config = config.replace(precision=resolve_precision(config.precision, distributed.device))
         setup = replace(setup, config=config)
         self.setup, self.config, self.distributed, self.device = setup, config, distributed, distributed.device
         self.autocast()  # fails early if the device does not support the precision
@@ -77,6 +77,7 @@ class Trainer:
             class_counts=setup.class_counts,
             labels=source.labels,
             device=self.device,
+            own=setup.objective,
         ).to(self.device, self.dtype)
         freeze(self.learner, config.optim.trainable)
         if config.batch_size == "auto":
@@ -190,7 +191,7 @@ class Trainer:
     @property
     def has_labels(self) -> bool:
         """Whether the objective uses labels."""
-        return self.config.objective != "masked-patch"
+        return requires_labels(self.config.objective, self.setup.objective)
 
     def evaluate(self) -> Scores | MaskedPredictionScores:
         """Evaluate the weights, or their EMA if there is one, on the validation images."""

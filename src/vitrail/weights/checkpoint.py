@@ -16,6 +16,7 @@ from torch import Tensor
 from vitrail.errors import CheckpointError, FormatError, ModelError, NotFoundError, did_you_mean, first_line
 from vitrail.models import Net, build
 from vitrail.models.families import FAMILIES
+from vitrail.plugins import load_plugin, plugin_names
 from vitrail.weights import google, google_bit, open_clip
 from vitrail.weights.archive import Archive, align_tensor, open_archive
 from vitrail.weights.facebook import FACEBOOK
@@ -41,10 +42,17 @@ FORMATS: tuple[Format, ...] = (
     *google.FORMATS,
     *google_bit.FORMATS,
 )
-"""In the order in which they are tried."""
+"""vitrail's own, in the order in which they are tried."""
 EXPORT_SUFFIXES = (".onnx", ".pt2", ".xml")
 """Suffixes of files that `vitrail export` writes. Weights cannot be read from them."""
 _MOVE_HINT = "if that file belongs to other weights, move these weights to their own folder."
+
+
+def all_formats() -> Iterator[Format]:
+    """vitrail's formats, then those of other packages, which are imported only if they are reached."""
+    yield from FORMATS
+    for name in plugin_names("formats"):
+        yield load_plugin("formats", name)
 
 
 def detect_format(archive: Archive, family: str | None = None) -> tuple[Format, Archive]:
@@ -64,7 +72,7 @@ def detect_format(archive: Archive, family: str | None = None) -> tuple[Format, 
     except FormatError as error:
         raise FormatError(f"{archive.source}: {error}") from None
     allowed = {stated.library, "open_clip" if "open_clip_config.json" in archive.sidecars else ""}
-    for form in FORMATS:
+    for form in all_formats():
         if stated.library and form.name not in allowed:
             continue
         prefix = form.detect(archive)
@@ -87,7 +95,7 @@ def detect_format(archive: Archive, family: str | None = None) -> tuple[Format, 
             f"{archive.source}: {stated.file} names {stated.library}'s {stated.model}, but vitrail reads no "
             f"{stated.library} model with these tensor names {names_summary}; {_MOVE_HINT}"
         )
-    supported = ", ".join(dict.fromkeys(f.name for f in FORMATS))
+    supported = ", ".join(dict.fromkeys(f.name for f in all_formats()))
     message = (
         f"{archive.source}: the tensor names {names_summary} match no known format; known formats are {supported}."
     )
@@ -191,7 +199,7 @@ def format_for(name: str, info: ModelInfo) -> Format:
     """The format of this name that can represent the model; Google's and big_vision's BiT have their own tables."""
     named = [f for f in FORMATS if f.name == name]
     if not named:
-        raise NotFoundError(f"no format is called {name!r}{did_you_mean(name, {f.name for f in FORMATS})}")
+        named = [load_plugin("formats", name, builtin={f.name for f in FORMATS})]
     return next((f for f in named if not f.unsupported_parts(info)), named[0])
 
 

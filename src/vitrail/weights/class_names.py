@@ -142,7 +142,7 @@ def _from_file(path: Path) -> tuple[str, ...]:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         folder = path.parent
-        names = [f.name for f in folder.iterdir()] if folder.is_dir() else []
+        names = [f.name for f in folder.iterdir() if f.suffix in (".txt", ".json")] if folder.is_dir() else []
         hint = did_you_mean(path.name, [*names, IMAGENET_1K])
         raise NotFoundError(f"no such class names file: {path}{hint}") from None
     except UnicodeDecodeError:

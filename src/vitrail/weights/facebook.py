@@ -177,13 +177,13 @@ def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite:
 
 
 FACEBOOK = Format(
-    name="facebook",
-    detect=detect,
-    infer_info=infer_info,
-    table=table,
-    write=write,
-    unsupported_parts=unsupported_parts,
-    inexact_conventions=inexact_conventions,
+    "facebook",
+    detect,
+    infer_info,
+    table,
+    write,
+    unsupported_parts,
+    inexact_conventions,
     ignored_outside=("head.*", "module.head.*", "dino_head.*", "ibot_head.*", "dino_loss.*", "ibot_patch_loss.*"),
     normalize_name=remove_chunk,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def no_parts(_: ModelInfo) -> list[str]:
     return []
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Format:
     """A checkpoint format."""
 
@@ -48,11 +48,12 @@ class Format:
     """Names the conventions that the format cannot state: the tensors fit, but the other library's outputs differ
     slightly."""
 
-    ignored_outside: tuple[str, ...] = ()
-    """Patterns of tensor names outside the prefix that may be ignored: heads of other tasks, text towers."""
-
     normalize_name: Callable[[str], str] = str
     """Applied to the tensor names after the prefix is removed and before anything else reads them."""
+
+    _: KW_ONLY
+    ignored_outside: tuple[str, ...] = ()
+    """Patterns of tensor names outside the prefix that may be ignored: heads of other tasks, text towers."""
 
     def check_writable(self, info: ModelInfo, approximate: bool = False) -> None:
         """Raise ConversionError if the format cannot represent the model; `approximate` permits inexact conventions."""

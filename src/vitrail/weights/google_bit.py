@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,15 +29,17 @@ def _paper_norm(theirs: str, ours: str) -> list[Rule]:
     return [Rule(f"{theirs}/gamma", f"{ours}.weight"), Rule(f"{theirs}/beta", f"{ours}.bias")]
 
 
-def _paper_rules(letter: str, n: int) -> list[Rule]:
-    """Rules for one of a unit's three norms and the convolution after it."""
-    kernel = Rule(f"{UNIT}{letter}/standardized_conv2d/kernel", f"{OUR_UNIT}conv{n}.weight", HWIO_TO_OIHW)
-    return [*_paper_norm(f"{UNIT}{letter}/group_norm", f"{OUR_UNIT}norm{n}"), kernel]
+def _paper_convolutions() -> Iterator[Rule]:
+    """Rules for a unit's three convolutions and the norms before them."""
+    for n, letter in enumerate("abc", start=1):
+        yield from _paper_norm(f"{UNIT}{letter}/group_norm", f"{OUR_UNIT}norm{n}")
+        yield Rule(f"{UNIT}{letter}/standardized_conv2d/kernel", f"{OUR_UNIT}conv{n}.weight", HWIO_TO_OIHW)
 
 
-def _big_vision_rules(n: int) -> list[Rule]:
-    kernel = Rule(f"{UNIT}conv{n}/kernel", f"{OUR_UNIT}conv{n}.weight", HWIO_TO_OIHW)
-    return [*norm_rules(f"{UNIT}gn{n}", f"{OUR_UNIT}norm{n}", FLATTEN), kernel]
+def _big_vision_convolutions() -> Iterator[Rule]:
+    for n in (1, 2, 3):
+        yield from norm_rules(f"{UNIT}gn{n}", f"{OUR_UNIT}norm{n}", FLATTEN)
+        yield Rule(f"{UNIT}conv{n}/kernel", f"{OUR_UNIT}conv{n}.weight", HWIO_TO_OIHW)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,54 +49,34 @@ class BiTNaming:
     name: str
     prefix: str
     """Prefix of every name when written."""
-    root: str
-    second_anchor: str
-    """A second name which, together with `root`, identifies this code base."""
-    head: str
-    head_rank: int
-    """Number of dimensions of the head's kernel."""
     root_pad: str
     """See BiTConfig."""
+    head_rank: int
+    """Number of dimensions of the head's kernel."""
     rules: Sequence[Rule]
 
+    def their_name(self, ours: str) -> str:
+        """The name of a tensor in this code base; for a tensor of every unit, that of the first unit."""
+        return str(next(rule.theirs for rule in self.rules if rule.ours == ours)).format(s1=1, u1=1)
 
-PAPER_NAMING = BiTNaming(
-    name="google",
-    prefix="resnet/",
-    root="root_block/standardized_conv2d/kernel",
-    second_anchor="block1/unit01/a/group_norm/gamma",
-    head="head/conv2d/kernel",
-    head_rank=4,
-    root_pad="zero",
-    rules=[
-        Rule("root_block/standardized_conv2d/kernel", "root.weight", HWIO_TO_OIHW),
-        *_paper_rules("a", 1),
-        *_paper_rules("b", 2),
-        *_paper_rules("c", 3),
-        Rule(f"{UNIT}a/proj/standardized_conv2d/kernel", f"{OUR_UNIT}project.weight", HWIO_TO_OIHW),
-        *_paper_norm("group_norm", "norm"),
-        Rule("head/conv2d/kernel", "head.weight", HEAD),
-        Rule("head/conv2d/bias", "head.bias"),
-    ],
-)
-BIG_VISION_NAMING = BiTNaming(
-    name="big_vision",
-    prefix="params/",
-    root="root_block/conv_root/kernel",
-    second_anchor="block1/unit01/gn1/scale",
-    head="head/kernel",
-    head_rank=2,
-    root_pad="none",
-    rules=[
-        Rule("root_block/conv_root/kernel", "root.weight", HWIO_TO_OIHW),
-        *_big_vision_rules(1),
-        *_big_vision_rules(2),
-        *_big_vision_rules(3),
-        Rule(f"{UNIT}conv_proj/kernel", f"{OUR_UNIT}project.weight", HWIO_TO_OIHW),
-        *norm_rules("norm-pre-head", "norm", FLATTEN),
-        *dense_rules("head", "head"),
-    ],
-)
+
+PAPER_RULES = [
+    Rule("root_block/standardized_conv2d/kernel", "root.weight", HWIO_TO_OIHW),
+    *_paper_convolutions(),
+    Rule(f"{UNIT}a/proj/standardized_conv2d/kernel", f"{OUR_UNIT}project.weight", HWIO_TO_OIHW),
+    *_paper_norm("group_norm", "norm"),
+    Rule("head/conv2d/kernel", "head.weight", HEAD),
+    Rule("head/conv2d/bias", "head.bias"),
+]
+BIG_VISION_RULES = [
+    Rule("root_block/conv_root/kernel", "root.weight", HWIO_TO_OIHW),
+    *_big_vision_convolutions(),
+    Rule(f"{UNIT}conv_proj/kernel", f"{OUR_UNIT}project.weight", HWIO_TO_OIHW),
+    *norm_rules("norm-pre-head", "norm", FLATTEN),
+    *dense_rules("head", "head"),
+]
+PAPER_NAMING = BiTNaming(name="google", prefix="resnet/", root_pad="zero", head_rank=4, rules=PAPER_RULES)
+BIG_VISION_NAMING = BiTNaming(name="big_vision", prefix="params/", root_pad="none", head_rank=2, rules=BIG_VISION_RULES)
 
 
 def normalize_name(name: str) -> str:
@@ -105,20 +87,20 @@ def normalize_name(name: str) -> str:
 def detect(naming: BiTNaming, archive: Archive) -> str | None:
     """The shortest prefix that fits, ignoring optimizer moments, which have the same names as the network."""
     names = {normalize_name(name) for name in archive.tensors}
-    prefixes = [name.removesuffix(naming.root) for name in names if name.endswith(naming.root)]
-    prefixes = [
-        p for p in prefixes if p + naming.second_anchor in names and (not p.startswith("opt") or p == "opt/target/")
-    ]
+    root, second = naming.their_name("root.weight"), naming.their_name(f"{OUR_UNIT}norm1.weight")
+    prefixes = [name.removesuffix(root) for name in names if name.endswith(root)]
+    prefixes = [p for p in prefixes if p + second in names and (not p.startswith("opt") or p == "opt/target/")]
     return min(prefixes, key=len, default=None)
 
 
 def infer_info(naming: BiTNaming, archive: Archive) -> ModelInfo:
     shapes = ShapeReader(archive, naming.name)
-    *_, channels, base = shapes(naming.root, 4)
+    *_, channels, base = shapes(naming.their_name("root.weight"), 4)
+    head = naming.their_name("head.weight")
     options: dict[str, Any] = {
         "image_size": DEFAULT_IMAGE_SIZE,
         "channels": channels,
-        "num_classes": shapes(naming.head, naming.head_rank)[-1] if naming.head in shapes else 0,
+        "num_classes": shapes(head, naming.head_rank)[-1] if head in shapes else 0,
         "layers": shapes.stage_depths(),
         "width_factor": base / 64,
         "root_pad": naming.root_pad,

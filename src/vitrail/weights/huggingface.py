@@ -375,12 +375,5 @@ def complete_state_dict(tensors: Mapping[str, Tensor], info: ModelInfo) -> dict[
 
 
 HUGGINGFACE = Format(
-    name="huggingface",
-    detect=detect,
-    infer_info=infer_info,
-    table=table,
-    write=write,
-    unsupported_parts=unsupported_parts,
-    inexact_conventions=inexact_conventions,
-    normalize_name=normalize_name,
+    "huggingface", detect, infer_info, table, write, unsupported_parts, inexact_conventions, normalize_name
 )

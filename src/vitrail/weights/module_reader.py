@@ -52,7 +52,7 @@ def read_module(module: nn.Module, *, overrides: Mapping[str, Any], **options: A
             "this is already a vitrail network; use vitrail.Model(net, info) to add preprocessing and labels."
         )
     archive = _archive_of(module)
-    if not any(form.detect(archive) is not None for form in checkpoint.FORMATS):
+    if not any(form.detect(archive) is not None for form in checkpoint.all_formats()):
         raise FormatError(
             f"{archive.source} is not a supported network; expected a Vision Transformer or BiT of timm, "
             "transformers, torchvision or open_clip."

@@ -56,4 +56,4 @@ def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite:
         write_json(folder / "config.json", info.to_dict())
 
 
-NATIVE = Format(name="vitrail", detect=detect, infer_info=infer_info, table=table, write=write)
+NATIVE = Format("vitrail", detect, infer_info, table, write)

@@ -410,13 +410,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite:
         write_json(folder / "config.json", timm_config.config_json(info))
 
 
+IGNORED = ("head.*", "module.head.*", "visual.head.*", "text.*", "logit_scale", "logit_bias")
 TIMM_FORMAT = Format(
-    name="timm",
-    detect=detect,
-    infer_info=infer_info,
-    table=table,
-    write=write,
-    unsupported_parts=unsupported_parts,
-    inexact_conventions=inexact_conventions,
-    ignored_outside=("head.*", "module.head.*", "visual.head.*", "text.*", "logit_scale", "logit_bias"),
+    "timm", detect, infer_info, table, write, unsupported_parts, inexact_conventions, ignored_outside=IGNORED
 )

@@ -190,12 +190,5 @@ def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite:
 
 
 TORCHVISION = Format(
-    name="torchvision",
-    detect=detect,
-    infer_info=infer_info,
-    table=table,
-    write=write,
-    unsupported_parts=unsupported_parts,
-    inexact_conventions=inexact_conventions,
-    normalize_name=normalize_name,
+    "torchvision", detect, infer_info, table, write, unsupported_parts, inexact_conventions, normalize_name
 )

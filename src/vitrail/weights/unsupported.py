@@ -31,166 +31,75 @@ class UnsupportedFamily:
 BLOCK = "blocks.#."
 LAYER = "encoder.layer.#."
 
+
+def _family(title: str, architectures: str = "", *tensors: str, shared_with: str = "") -> UnsupportedFamily:
+    sets = tuple(tuple(names.split()) for names in tensors)
+    return UnsupportedFamily(title=title, architectures=architectures, tensors=sets, shared_with=shared_with)
+
+
+# fmt: off
 UNSUPPORTED = (
-    UnsupportedFamily(
-        title="Swin Transformer V2",
-        architectures=r"^swinv2_",
-        tensors=(
-            (f"layers.#.{BLOCK}attn.cpb_mlp.#.weight",),
-            ("features.#.#.attn.cpb_mlp.#.weight",),
-            (f"layers.#.{BLOCK}attention.self.continuous_position_bias_mlp.#.weight",),
-        ),
-    ),
-    UnsupportedFamily(
-        title="Swin Transformer",
-        architectures=r"^swin_",
-        tensors=(
-            (f"layers.#.{BLOCK}attn.relative_position_bias_table",),
-            ("features.#.#.attn.relative_position_bias_table",),
-            (f"layers.#.{BLOCK}attention.self.relative_position_bias_table",),
-        ),
-    ),
-    UnsupportedFamily(title="MViT", architectures=r"^mvitv2_", tensors=((f"{BLOCK}attn.pool_q.weight",),)),
-    UnsupportedFamily(
-        title="Hiera",
-        architectures=r"^(sam2_)?hiera_",
-        tensors=((f"{BLOCK}attn.qkv.weight", f"{BLOCK}proj.weight"), ("encoder.stages.#.layers.#.attn.qkv.weight",)),
-    ),
-    UnsupportedFamily(
-        title="SAM's image encoder or ViTDet",
-        architectures=r"^samvit_",
-        tensors=((f"{BLOCK}attn.rel_pos_h",), ("layers.#.attn.rel_pos_h",), (f"{LAYER}attention.rel_pos_h",)),
-    ),
-    UnsupportedFamily(title="NaFlexViT", architectures=r"^naflexvit_", tensors=(("embeds.proj.weight",),)),
-    UnsupportedFamily(
-        title="BEiT-3",
-        architectures=r"^beit3_",
-        tensors=((f"{BLOCK}attn.norm.weight", f"{BLOCK}attn.qkv.weight"), ("self_attn.inner_attn_ln.A.weight",)),
-    ),
-    UnsupportedFamily(
-        title="BEiT, BEiT v2 or Data2VecVision",
-        architectures=r"^beit(v2)?_",
-        tensors=(
-            (f"{BLOCK}attn.relative_position_bias_table",),
-            ("rel_pos_bias.relative_position_bias_table",),
-            (f"{LAYER}lambda_1", "!embeddings.position_embeddings"),
-            ("relative_position_bias.relative_position_bias_table",),
-        ),
-    ),
-    UnsupportedFamily(title="InternVL's image encoder", tensors=((f"{LAYER}lambda_1",),)),
-    UnsupportedFamily(
-        title="AIMv2",
-        architectures=r"^aimv2_",
-        tensors=(
-            (f"{BLOCK}mlp.fc1_g.weight", "patch_embed.norm.weight"),
-            ("embeddings.rms_norm.weight", "embeddings.patch_embed.weight"),
-            ("preprocessor.patchifier.proj.weight",),
-        ),
-    ),
-    UnsupportedFamily(
-        title="Sapiens 2",
-        architectures="sapiens2",
-        tensors=(
-            (f"{BLOCK}attn.q_norm.weight", f"{BLOCK}attn.q_proj.weight"),
-            (f"{BLOCK}ffn.w12.weight", "storage_tokens"),
-        ),
-    ),
-    UnsupportedFamily(title="DINOv3", architectures="_dinov3"),
-    UnsupportedFamily(title="LingBot-Vision", architectures="_lingbot"),
-    UnsupportedFamily(
-        title="DINOv3 or LingBot-Vision",
-        tensors=(
-            ("storage_tokens",),
-            ("rope_embed.periods",),
-            ("cls_token", "reg_token", f"{BLOCK}gamma_1", "!pos_embed"),
-            ("embeddings.register_tokens", "layer.#.layer_scale1.lambda1", "!embeddings.position_embeddings"),
-        ),
-    ),
-    UnsupportedFamily(
-        title="EVA or EVA-02",
-        architectures=r"^eva02_|^eva_giant_",
-        tensors=(
-            (f"{BLOCK}attn.q_proj.weight",),
-            (f"{BLOCK}mlp.ffn_ln.weight",),
-            (f"{BLOCK}attn.q_bias", "pos_embed"),
-        ),
-    ),
-    UnsupportedFamily(
-        title="Perception Encoder",
-        architectures="_pe_(core|lang|spatial)_",
-        tensors=(
-            ("norm_pre.weight", "attn_pool.latent"),
-            ("norm_pre.weight", f"{BLOCK}gamma_1"),
-            ("norm_pre.weight", "blocks.#.attn.qkv.weight", "!norm.weight", "!fc_norm.weight"),
-            ("conv1.weight", "attn_pool.probe"),
-            ("conv1.weight", "rope.freqs"),
-        ),
-    ),
-    UnsupportedFamily(
-        title="RoPE-ViT",
-        architectures="_rope_",
-        tensors=(("rope.freqs",), ("freqs_t_x",), (f"{BLOCK}gamma_1", f"{BLOCK}attn.qkv.weight", "!pos_embed")),
-    ),
-    UnsupportedFamily(
-        title="RoPE-ViT with learned positions (timm's vit_*_rope_ape)",
-        tensors=((f"{BLOCK}gamma_1", "cls_token", "pos_embed"),),
-        shared_with="DeiT3",
-    ),
-    UnsupportedFamily(
-        title="a ViT with relative positions (timm's vit_relpos)",
-        architectures=r"^vit_s?relpos_",
-        tensors=((f"{BLOCK}attn.rel_pos.mlp.fc1.weight",), ("shared_rel_pos.mlp.fc1.weight",)),
-    ),
-    UnsupportedFamily(
-        title="a ViT with residual post-norm (timm's vit_*_rpn)",
-        architectures="_rpn_",
-        tensors=(
-            (
-                *("fc_norm.weight", "pos_embed", f"{BLOCK}attn.qkv.weight"),
-                *("!cls_token", "!reg_token", f"!{BLOCK}attn.qkv.bias", f"!{BLOCK}ls1.gamma"),
-            ),
-        ),
-        shared_with="ViT",
-    ),
-    UnsupportedFamily(
-        title="a ViT with differential attention",
-        architectures="^vit_d(p?wee|little)_",
-        tensors=((f"{BLOCK}attn.lambda_q1",), (f"{BLOCK}lambda_q1",)),
-    ),
-    UnsupportedFamily(
-        title="a ViT with parallel branches (ViT-22B and others)",
-        architectures=r"_18x2_|_xp_|^vit_pwee_",
-        tensors=((f"{BLOCK}attns.#.attn.qkv.weight",), (f"{BLOCK}in_proj.weight",)),
-    ),
-    UnsupportedFamily(
-        title="a hybrid of MobileCLIP",
-        architectures="_mci_",
-        tensors=(("patch_embed.backbone.#.conv.weight", f"{BLOCK}attn.qkv.weight"),),
-    ),
-    UnsupportedFamily(
-        title="a hybrid of a ResNet-D",
-        architectures=r"_resnet\d+d_",
-        tensors=(("patch_embed.backbone.bn1.weight", f"{BLOCK}attn.qkv.weight"),),
-    ),
-    UnsupportedFamily(
-        title="a pre-activation ResNet that is not BiT",
-        architectures=r"^resnetv2_(?!\d+x\d_bit)",
-        tensors=(
-            (f"stages.#.{BLOCK}conv1.weight", f"stages.#.{BLOCK}norm1.weight", "stem.conv1.weight"),
-            (f"stages.#.{BLOCK}conv1.weight", f"stages.#.{BLOCK}norm1.weight", "norm.running_mean"),
-        ),
-    ),
-    UnsupportedFamily(
-        title="a ViT whose attention pool reads its registers (timm's test_vit3)",
-        architectures="^test_vit3$",
-        tensors=(("attn_pool.latent", "reg_token", f"{BLOCK}ls1.gamma"),),
-        shared_with="ViT",
-    ),
-    UnsupportedFamily(title="TIPSv2 under its own names", tensors=((f"{BLOCK}mlp.c_fc.weight", "register_tokens"),)),
-    UnsupportedFamily(title="CaiT", architectures="^cait_", tensors=((f"{BLOCK}attn.proj_l.weight",),)),
-    UnsupportedFamily(title="MLCD", tensors=(("class_pos_emb", "pre_layrnorm.weight"),)),
+    # title, architectures, and sets of tensor names, separated by spaces
+    _family("Swin Transformer V2", r"^swinv2_",
+        f"layers.#.{BLOCK}attn.cpb_mlp.#.weight", "features.#.#.attn.cpb_mlp.#.weight",
+        f"layers.#.{BLOCK}attention.self.continuous_position_bias_mlp.#.weight"),
+    _family("Swin Transformer", r"^swin_",
+        f"layers.#.{BLOCK}attn.relative_position_bias_table", "features.#.#.attn.relative_position_bias_table",
+        f"layers.#.{BLOCK}attention.self.relative_position_bias_table"),
+    _family("MViT", r"^mvitv2_", f"{BLOCK}attn.pool_q.weight"),
+    _family("Hiera", r"^(sam2_)?hiera_",
+        f"{BLOCK}attn.qkv.weight {BLOCK}proj.weight", "encoder.stages.#.layers.#.attn.qkv.weight"),
+    _family("SAM's image encoder or ViTDet", r"^samvit_",
+        f"{BLOCK}attn.rel_pos_h", "layers.#.attn.rel_pos_h", f"{LAYER}attention.rel_pos_h"),
+    _family("NaFlexViT", r"^naflexvit_", "embeds.proj.weight"),
+    _family("BEiT-3", r"^beit3_",
+        f"{BLOCK}attn.norm.weight {BLOCK}attn.qkv.weight", "self_attn.inner_attn_ln.A.weight"),
+    _family("BEiT, BEiT v2 or Data2VecVision", r"^beit(v2)?_",
+        f"{BLOCK}attn.relative_position_bias_table", "rel_pos_bias.relative_position_bias_table",
+        f"{LAYER}lambda_1 !embeddings.position_embeddings", "relative_position_bias.relative_position_bias_table"),
+    _family("InternVL's image encoder", "", f"{LAYER}lambda_1"),
+    _family("AIMv2", r"^aimv2_",
+        f"{BLOCK}mlp.fc1_g.weight patch_embed.norm.weight", "embeddings.rms_norm.weight embeddings.patch_embed.weight",
+        "preprocessor.patchifier.proj.weight"),
+    _family("Sapiens 2", "sapiens2",
+        f"{BLOCK}attn.q_norm.weight {BLOCK}attn.q_proj.weight", f"{BLOCK}ffn.w12.weight storage_tokens"),
+    _family("DINOv3", "_dinov3"),
+    _family("LingBot-Vision", "_lingbot"),
+    _family("DINOv3 or LingBot-Vision", "",
+        "storage_tokens", "rope_embed.periods", f"cls_token reg_token {BLOCK}gamma_1 !pos_embed",
+        "embeddings.register_tokens layer.#.layer_scale1.lambda1 !embeddings.position_embeddings"),
+    _family("EVA or EVA-02", r"^eva02_|^eva_giant_",
+        f"{BLOCK}attn.q_proj.weight", f"{BLOCK}mlp.ffn_ln.weight", f"{BLOCK}attn.q_bias pos_embed"),
+    _family("Perception Encoder", "_pe_(core|lang|spatial)_",
+        "norm_pre.weight attn_pool.latent", f"norm_pre.weight {BLOCK}gamma_1",
+        f"norm_pre.weight {BLOCK}attn.qkv.weight !norm.weight !fc_norm.weight", "conv1.weight attn_pool.probe",
+        "conv1.weight rope.freqs"),
+    _family("RoPE-ViT", "_rope_", "rope.freqs", "freqs_t_x", f"{BLOCK}gamma_1 {BLOCK}attn.qkv.weight !pos_embed"),
+    _family("RoPE-ViT with learned positions (timm's vit_*_rope_ape)", "",
+        f"{BLOCK}gamma_1 cls_token pos_embed", shared_with="DeiT3"),
+    _family("a ViT with relative positions (timm's vit_relpos)", r"^vit_s?relpos_",
+        f"{BLOCK}attn.rel_pos.mlp.fc1.weight", "shared_rel_pos.mlp.fc1.weight"),
+    _family("a ViT with residual post-norm (timm's vit_*_rpn)", "_rpn_",
+        f"fc_norm.weight pos_embed {BLOCK}attn.qkv.weight !cls_token !reg_token "
+        f"!{BLOCK}attn.qkv.bias !{BLOCK}ls1.gamma",
+        shared_with="ViT"),
+    _family("a ViT with differential attention", r"^vit_d(p?wee|little)_",
+        f"{BLOCK}attn.lambda_q1", f"{BLOCK}lambda_q1"),
+    _family("a ViT with parallel branches (ViT-22B and others)", "_18x2_|_xp_|^vit_pwee_",
+        f"{BLOCK}attns.#.attn.qkv.weight", f"{BLOCK}in_proj.weight"),
+    _family("a hybrid of MobileCLIP", "_mci_", f"patch_embed.backbone.#.conv.weight {BLOCK}attn.qkv.weight"),
+    _family("a hybrid of a ResNet-D", r"_resnet\d+d_", f"patch_embed.backbone.bn1.weight {BLOCK}attn.qkv.weight"),
+    _family("a pre-activation ResNet that is not BiT", r"^resnetv2_(?!\d+x\d_bit)",
+        f"stages.#.{BLOCK}conv1.weight stages.#.{BLOCK}norm1.weight stem.conv1.weight",
+        f"stages.#.{BLOCK}conv1.weight stages.#.{BLOCK}norm1.weight norm.running_mean"),
+    _family("a ViT whose attention pool reads its registers (timm's test_vit3)", r"^test_vit3$",
+        f"attn_pool.latent reg_token {BLOCK}ls1.gamma", shared_with="ViT"),
+    _family("TIPSv2 under its own names", "", f"{BLOCK}mlp.c_fc.weight register_tokens"),
+    _family("CaiT", r"^cait_", f"{BLOCK}attn.proj_l.weight"),
+    _family("MLCD", "", "class_pos_emb pre_layrnorm.weight"),
 )
 """In the order in which they are tried."""
+# fmt: on
 
 
 def reject_architecture(architecture: str) -> None:

@@ -6,16 +6,15 @@ import io
 import logging
 import re
 import tarfile
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
+from http_server import QuietHandler, run_http_server
 from images import encoded
 from PIL import Image
 
@@ -127,19 +126,10 @@ class FakeServer:
     """Bytes of files sent."""
 
 
-class RequestHandler(BaseHTTPRequestHandler):
+class RequestHandler(QuietHandler):
     served: FakeServer
 
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def answer(self) -> None:
+    def respond(self) -> None:
         path = unquote(urlsplit(self.path).path).lstrip("/")
         expected = self.headers.get("Range")
         self.served.requests.append((self.command, path, expected))
@@ -176,12 +166,7 @@ class RequestHandler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
     served = FakeServer()
-    with ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (RequestHandler,), {"served": served})) as listening:
-        served.url = f"http://127.0.0.1:{listening.server_address[1]}"
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.setattr("vitrail.data.sources.remote.RETRY_DELAY_S", 0.001)
-        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("vitrail.data.sources.remote.RETRY_DELAY_S", 0.001)
+    with run_http_server(type("Bound", (RequestHandler,), {"served": served})) as served.url:
         yield served
-        listening.shutdown()
-        thread.join()

@@ -16,6 +16,7 @@ table.py            CSV, TSV or Parquet (parquet.py: images stored inside Parque
 shards.py           tar files in the WebDataset layout, with an index (shard_index.py, tar.py, remote.py)
 stream.py           the same tar files read sequentially, without an index
 hub_dataset.py      datasets on the Hugging Face hub
+dataset.py          map-style datasets in memory, of torch, torchvision or Hugging Face
 builtin.py          datasets by name (catalog.py, layouts.py, decoded_cache.py, download.py)
 """
 

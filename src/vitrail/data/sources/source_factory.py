@@ -12,35 +12,38 @@ from vitrail.config import DataConfig
 from vitrail.data.sources import shards
 from vitrail.data.sources.base import Source, SourceSplits, Splits
 from vitrail.data.sources.builtin import open_builtin
+from vitrail.data.sources.dataset import splits_from
 from vitrail.data.sources.duplicates import describe_duplicates
 from vitrail.data.sources.folder import FolderSource, open_folder
 from vitrail.data.sources.holdout import group_names, hold_out, hold_out_stratified
 from vitrail.data.sources.shard_index import load_indexes
-from vitrail.data.sources.source_spec import TABLE_EXTENSIONS, parse_source
+from vitrail.data.sources.source_spec import KINDS, TABLE_EXTENSIONS, parse_source
 from vitrail.data.sources.stream import LIMITATIONS, ShardStream
 from vitrail.data.sources.subset import Subset
 from vitrail.data.sources.table import PathSource, find_parquet_files, open_table, order_splits, split_from_name
 from vitrail.errors import ConfigError, DataError, NotFoundError
+from vitrail.plugins import load_plugin, plugin_errors
 from vitrail.runtime import warn_once
 
 DEFAULT_HELD_OUT = 0.1
 """Fraction of the training images held out if the source has no validation or test split."""
 
 
-def open_data(config: DataConfig, *, require_labels: bool = True) -> Splits:
+def open_data(config: DataConfig, *, require_labels: bool = True, own: SourceSplits | None = None) -> Splits:
     """Open the data that a config names and choose its splits. Remarks are logged.
 
     The validation split is the first of: the source that `validation` names, a fraction of the
     training images (`held_out`), the source's own validation split, its test split, a tenth of the
     training images.
     require_labels: raise DataError for a folder or a table without labels.
+    own: the data itself, for a config that has no more than its name.
     """
     if config.validation is not None and config.held_out is not None:
         raise ConfigError(
             f"validation={config.validation!r} and held_out={config.held_out} both define the validation split; "
             "give one of them."
         )
-    own = open_source_splits(config, require_labels=require_labels)
+    own = own or open_source_splits(config, require_labels=require_labels)
     splits = _choose_splits(own, config, require_labels)
     notes = [*splits.notes, *_describe_duplicates(splits)]
     warn_once(notes, about=config.source)
@@ -61,6 +64,11 @@ def open_source_splits(config: DataConfig, *, require_labels: bool = True) -> So
         return shards.open_shards(spec.location, config)
     if spec.kind == "stream":
         return _open_stream(spec.location, config)
+    if spec.kind == "memory":
+        raise DataError(f"{config.source} was a dataset in memory, which has to be passed again with data=.")
+    if spec.kind not in KINDS:
+        with plugin_errors("sources", spec.kind):
+            return splits_from(load_plugin("sources", spec.kind)(spec.location), config.source)
     from vitrail.data.sources.hub_dataset import open_hub  # slow to import
 
     return open_hub(spec.location, config, require_labels=require_labels)

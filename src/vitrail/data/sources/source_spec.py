@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from vitrail.data.sources import remote
 from vitrail.data.sources.catalog import CATALOG
 from vitrail.errors import NotFoundError, did_you_mean
+from vitrail.plugins import IN_MEMORY, plugin_names
 
 KINDS = ("folder", "table", "shards", "stream", "hf", "builtin")
 TABLE_EXTENSIONS = (".csv", ".tsv", ".parquet", ".pq")
@@ -31,7 +33,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """A parsed source name: one of KINDS, and a path, URL or name."""
+    """A parsed source name: one of KINDS, the name of a plugin or `memory`, and a path, URL or name."""
 
     kind: str
     location: str
@@ -45,10 +47,14 @@ def parse_source(text: str) -> SourceSpec:
         if not location.strip():
             raise NotFoundError(f"{text!r} has nothing after the colon; try {kind}:{EXAMPLES[kind.lower()]}.")
         return _with_kind(kind.lower(), os.path.expanduser(location.strip()))
+    if text.startswith(IN_MEMORY):
+        return SourceSpec("memory", location)
     if HUB_URL.match(text):
         return SourceSpec("hf", text)
     if name := canonical_name(text):
         return SourceSpec("builtin", name)
+    if not os.path.exists(os.path.expanduser(text)) and kind in plugin_names("sources"):
+        return SourceSpec(kind, location)
     return _detect(text)
 
 
@@ -84,13 +90,17 @@ def _detect(text: str) -> SourceSpec:
         )
     kind, colon, _ = text.partition(":")
     if colon and len(kind) > 1 and "/" not in kind and "\\" not in kind:
-        raise NotFoundError(f"unknown kind of data source {kind!r} in {text!r}{did_you_mean(kind, KINDS)}")
+        raise NotFoundError(f"unknown kind of data source {kind!r} in {text!r}{did_you_mean(kind, _known(KINDS))}")
     if "/" in text or "\\" in text:
         raise NotFoundError(f"no file or folder {path} (relative to {Path.cwd()}).")
     raise NotFoundError(
         f"no data source {text!r}: not a built-in dataset, and not a file or folder in {Path.cwd()}"
-        f"{did_you_mean(text, CATALOG)}"
+        f"{did_you_mean(text, _known(CATALOG))}"
     )
+
+
+def _known(names: Iterable[str]) -> list[str]:
+    return [*names, *plugin_names("sources")]
 
 
 def _detect_folder_kind(path: Path) -> str:

@@ -3,6 +3,9 @@
 Python's tarfile needs a seekable file. This reader needs a function (offset, length) -> bytes, so
 that local files, range requests and sequential streams are read alike. It supports regular files,
 long names in the GNU and POSIX formats, and sizes above 8 GB.
+
+Listing with tarfile takes 2.2 to 3.8 times as long (`python benchmarks/tar_listing.py`), and at a damaged or cut header
+it ends without an error, so that the samples behind it would be missing silently.
 """
 
 from __future__ import annotations

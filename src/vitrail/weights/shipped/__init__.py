@@ -14,24 +14,20 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from vitrail.models.published_models import PublishedModel
 from vitrail.weights.model_info import ModelInfo
 
 
 @dataclass(frozen=True)
-class ShippedModel:
+class ShippedModel(PublishedModel):
     """A model that ships with the package."""
 
-    name: str
-    description: str
+    description: str = ""
     """A short description with its measured accuracy."""
-    family: str = "ViT"
-    aliases: tuple[str, ...] = ()
-    weights_url: str = ""
 
     @property
-    def hub_id(self) -> str:
-        """What `vitrail.load(name)` loads; the fields are those of a published variant."""
-        return self.name
+    def family(self) -> str:
+        return "ViT"
 
     @property
     def path(self) -> Path:
@@ -45,7 +41,9 @@ class ShippedModel:
 
 
 DEFAULT_MODEL = ShippedModel(
-    "vitrail/cifar10", "a small ViT for images of 32 x 32 pixels, top-1 accuracy 97.4 % on CIFAR-10's test images"
+    "vitrail/cifar10",
+    "vitrail/cifar10",
+    description="a small ViT for images of 32 x 32 pixels, top-1 accuracy 97.4 % on CIFAR-10's test images",
 )
 """Used by commands without `--model`."""
 

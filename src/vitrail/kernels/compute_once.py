@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 
-def materialize(x: Tensor) -> Tensor:
+def compute_once(x: Tensor) -> Tensor:
     """The identity; in a compiled graph the value is written to memory here."""
     if not torch.compiler.is_compiling():
         return x
-    copy: Tensor = torch.ops.vitrail.materialize(x)
+    copy: Tensor = torch.ops.vitrail.compute_once(x)
     return copy
 
 
-@torch.library.custom_op("vitrail::materialize", mutates_args=(), schema="(Tensor x) -> Tensor")
-def _materialize(x: Tensor) -> Tensor:
+@torch.library.custom_op("vitrail::compute_once", mutates_args=(), schema="(Tensor x) -> Tensor")
+def _compute_once(x: Tensor) -> Tensor:
     return x.clone()
 
 
-@_materialize.register_fake
+@_compute_once.register_fake
 def _fake(x: Tensor) -> Tensor:
     return torch.empty_like(x)
