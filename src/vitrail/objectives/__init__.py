@@ -14,9 +14,9 @@ from vitrail.errors import ConfigError
 from vitrail.models import Net
 from vitrail.objectives.base import Objective
 from vitrail.objectives.classify import ClassifyObjective, LabelLoss
+from vitrail.objectives.custom_objective import LossFunction, make_custom_objective, requires_labels
 from vitrail.objectives.distill import DistillObjective, Teacher, load_teacher
 from vitrail.objectives.masked_patch import MaskedPatchObjective
-from vitrail.objectives.own_objective import LossFunction, make_own_objective, requires_labels
 
 __all__ = [
     "ClassifyObjective",
@@ -40,17 +40,17 @@ def make_objective(
     class_counts: npt.ArrayLike | None = None,
     labels: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
-    own: Any = None,
+    custom: Any = None,
 ) -> Objective:
     """The objective of a config for this model, on this device.
 
     Train `objective.net`, which may be a copy: masked patch prediction removes the head.
     `multi_label`: an image may have several labels. `class_counts`: number of images of each class, for
-    balanced weights. `labels`: class names, to compare with the teacher's. `own`: the objective itself, if
+    balanced weights. `labels`: class names, to compare with the teacher's. `custom`: the objective itself, if
     it is not one of vitrail's: a function or a subclass of Objective.
     """
-    if own is not None:
-        return make_own_objective(own, net).to(device)
+    if custom is not None:
+        return make_custom_objective(custom, net).to(device)
     if config.objective == "masked-patch":
         return MaskedPatchObjective(net, config.masked_patch, preprocess, config.seed).to(device)
     loss = LabelLoss(config.classify, net.config.num_classes, multi_label=multi_label, class_counts=class_counts)

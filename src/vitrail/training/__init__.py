@@ -6,7 +6,7 @@ trainer, setup           the components of a run: data, network, optimizer, sche
 optimizer, muon, ema     updates of the weights; lr_schedule: their size
 parallel                 DDP and FSDP; sharded_checkpoint
 checkpointing            the full training state, written atomically; snapshots: weights over the run
-own_code, callbacks      datasets, networks, objectives, callbacks and trackers from outside the package
+custom_objects           datasets, networks and objectives from outside the package; callbacks: those and trackers
 run_logger, meter        metrics, checkpoints and the final model; display, panel: what a terminal shows
 nan_guard, interrupt     a loss that is not finite; signals
 batch_size_search        batch_size=auto;   data_fingerprint: whether the data has changed since a checkpoint

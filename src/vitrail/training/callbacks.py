@@ -13,7 +13,7 @@ from vitrail.errors import TrainError
 from vitrail.plugins import IN_MEMORY, plugin_errors
 from vitrail.runs.trackers import TrackerThread, make_tracker, tracked_metrics
 from vitrail.runtime import warn_once
-from vitrail.training.own_code import OwnCode
+from vitrail.training.custom_objects import CustomObjects
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ HOOKS = ("on_start", "on_step", "on_log", "on_evaluation", "on_checkpoint", "on_
 class Observers:
     """The callbacks and trackers of a run, in the main process; in other processes there are none."""
 
-    def __init__(self, config: TrainConfig, own: OwnCode, *, is_main: bool, resume: bool) -> None:
+    def __init__(self, config: TrainConfig, objects: CustomObjects, *, is_main: bool, resume: bool) -> None:
         self.callbacks: dict[str, Any] = {}
         self.trackers: dict[str, Any] = {}
         self.threads: list[TrackerThread] = []
@@ -82,14 +82,14 @@ class Observers:
         if not is_main:
             return
         for name in config.callbacks:
-            self.callbacks[name] = _instance("callbacks", name, own.find("callbacks", name))
+            self.callbacks[name] = _instance("callbacks", name, objects.find("callbacks", name))
             if not any(hasattr(self.callbacks[name], hook) for hook in HOOKS):
                 raise TrainError(
                     f"the callback {name.removeprefix(IN_MEMORY)} has none of the methods {', '.join(HOOKS)}."
                 )
         for name in config.trackers:
             try:
-                found = make_tracker(name) if name in TRACKERS else own.find("trackers", name)
+                found = make_tracker(name) if name in TRACKERS else objects.find("trackers", name)
                 self.trackers[name] = found if name in TRACKERS else _instance("trackers", name, found)
             except TrainError as error:
                 if not resume or name not in TRACKERS:

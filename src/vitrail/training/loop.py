@@ -19,9 +19,9 @@ from vitrail.runtime import deterministic, log_on_main_process, warn_once
 from vitrail.runtime.distributed import DistributedContext
 from vitrail.training.callbacks import Observers
 from vitrail.training.checkpointing import CheckpointManager, Progress
+from vitrail.training.custom_objects import CustomObjects
 from vitrail.training.interrupt import Interrupt, StopRequested
 from vitrail.training.nan_guard import NaNGuard
-from vitrail.training.own_code import OwnCode
 from vitrail.training.run_extension import check_extension, extended_config
 from vitrail.training.run_logger import RunLogger
 from vitrail.training.setup import Setup, prepare_run
@@ -55,16 +55,18 @@ class FitResult:
         return self.progress.unreadable_images
 
 
-def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False, own: OwnCode | None = None) -> FitResult:
+def fit(
+    config: TrainConfig, run: RunFolder, *, resume: bool = False, objects: CustomObjects | None = None
+) -> FitResult:
     """Train into a run folder; with `resume`, continue from its last checkpoint.
 
-    `own`: the objects that the config has names of. If `config` has a longer duration than the folder's config, the run
-    is extended.
+    `objects`: the objects that the config has names of. If `config` has a longer duration than the folder's config, the
+    run is extended.
     """
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
         stack.enter_context(_explain_interrupt(run, interrupt))
-        trainer, logger = _open_run(stack, config, run, resume, own or OwnCode())
+        trainer, logger = _open_run(stack, config, run, resume, objects or CustomObjects())
         distributed, progress = trainer.distributed, logger.progress
         config, optimizer, schedule, ema = trainer.config, trainer.optimizer, trainer.schedule, trainer.ema
         nan_guard = NaNGuard(
@@ -133,7 +135,7 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False, own: OwnCo
 
 
 def _open_run(
-    stack: ExitStack, config: TrainConfig, run: RunFolder, resume: bool, own: OwnCode
+    stack: ExitStack, config: TrainConfig, run: RunFolder, resume: bool, objects: CustomObjects
 ) -> tuple[Trainer, RunLogger]:
     """Create the trainer and the logger, or restore them from a checkpoint; `stack` closes them."""
     distributed = stack.enter_context(DistributedContext.from_env(config.device))
@@ -153,8 +155,8 @@ def _open_run(
                 f"{run.path} has a finished model but no usable checkpoint: training would start over and replace the "
                 f"model. Start a new run with --out, or remove {run.model} first."
             )
-        observers = Observers(config, own, is_main=distributed.is_main, resume=resume)
-        trainer = Trainer(prepare_run(config, distributed, saved=saved and saved[1], own=own), distributed)
+        observers = Observers(config, objects, is_main=distributed.is_main, resume=resume)
+        trainer = Trainer(prepare_run(config, distributed, saved=saved and saved[1], objects=objects), distributed)
         stack.callback(trainer.close)
         logger = stack.enter_context(RunLogger(run, trainer, observers))
         if not resume:

@@ -27,8 +27,8 @@ from vitrail.recipes import finetune as tuning
 from vitrail.report import write_report
 from vitrail.runs.run_folder import RunFolder, read_run_config
 from vitrail.runtime import log_on_main_process, pick_device, warn_once
+from vitrail.training.custom_objects import CustomObjects
 from vitrail.training.loop import FitResult, fit
-from vitrail.training.own_code import OwnCode
 from vitrail.training.resuming import CHANGEABLE as CHANGEABLE
 from vitrail.training.resuming import PROPORTIONAL, resolve_run_folder, resume_config, scale_durations, setting_name
 from vitrail.weights.loading import load_checkpoint
@@ -127,23 +127,23 @@ def train(
     callbacks   objects with some of the methods of vitrail.training.callbacks.Callback
     trackers    "tensorboard", "wandb", "mlflow", or objects like vitrail.runs.trackers.Tracker
     """
-    own = OwnCode()
+    objects = CustomObjects()
     settings: dict[str, Any] = {}
     if data is not None:
-        data = own.add_data(data)
+        data = objects.add_data(data)
     if objective is not None:
-        settings["objective"] = own.add("objective", objective)
+        settings["objective"] = objects.add("objective", objective)
     for name, values in (("callbacks", callbacks), ("trackers", trackers)):
         if values is not None:
-            settings[name] = values if isinstance(values, str) else own.add_all(name, values)
-    init_from = None if model is None or isinstance(model, str) else own.add_model(model)
+            settings[name] = values if isinstance(values, str) else objects.add_all(name, values)
+    init_from = None if model is None or isinstance(model, str) else objects.add_model(model)
     overrides = [*overrides, *(f"{name}={_as_text(value)}" for name, value in settings.items())]
     if resume and not auto_resume and out is not None:  # the folder has the config
         folder = resolve_run_folder(out, "", resume=True)
     else:
         picked = _resolve_recipe(recipe, data, model if isinstance(model, str) else None)
         if init_from is not None:
-            picked = _start_from(picked, init_from, own, keep_preprocess=isinstance(model, BaseNet))
+            picked = _config_from_network(picked, init_from, objects, keep_preprocess=isinstance(model, BaseNet))
         config = _apply_overrides(picked, overrides)
         if str(recipe) in RECIPES and not any(setting_name(o) == "compare" for o in overrides):
             config = config.replace(
@@ -161,7 +161,7 @@ def train(
                 raise ConfigError(f"--model {model} cannot change when a run is resumed. Start a new run instead.")
         if auto_resume and (done := _finished_run(folder, config)) is not None:
             return done
-    return run_training(config, folder, resume=resume, report=report, command=command, own=own)
+    return run_training(config, folder, resume=resume, report=report, command=command, objects=objects)
 
 
 def finetune(
@@ -294,13 +294,13 @@ def run_training(
     resume: bool = False,
     report: bool = True,
     command: str | None = None,
-    own: OwnCode | None = None,
+    objects: CustomObjects | None = None,
 ) -> Run:
-    """Train the run and its comparisons, then write the report. `own`: the objects that the config has names of."""
+    """Train the run and its comparisons, then write the report. `objects`: the objects that the config has names of."""
     if config.model is not None:
         for change in config.compare:
             override(config, [change])  # raises for an invalid comparison before any training
-    result = fit(config, folder, resume=resume, own=own)
+    result = fit(config, folder, resume=resume, objects=objects)
     config = result.setup.config  # resolved once, and so the same for all comparisons
     if result.stop_reason not in (None, "patience"):
         return Run(
@@ -316,7 +316,7 @@ def run_training(
         for change in config.compare:
             aside = RunFolder(folder.path / "compare" / _slug(change), folder.lock_timeout_s, folder.path)
             changed = override(config.replace(compare=(), callbacks=(), snapshot_every=None), [change])
-            other = fit(changed, aside, resume=aside.started, own=own)
+            other = fit(changed, aside, resume=aside.started, objects=objects)
             others.append(Run(aside.path, other.setup.config, other.scores, other.stop_reason))
             if other.stop_reason not in (None, "patience"):
                 return Run(
@@ -409,12 +409,14 @@ def _resolve_recipe(recipe: str | Path | TrainConfig, data: str | None, model: s
     return config
 
 
-def _start_from(config: TrainConfig, init_from: str, own: OwnCode, *, keep_preprocess: bool) -> TrainConfig:
+def _config_from_network(
+    config: TrainConfig, init_from: str, objects: CustomObjects, *, keep_preprocess: bool
+) -> TrainConfig:
     """The config of a run that starts from a network in memory. `keep_preprocess`: fit the recipe's preprocessing to
     it; else the network has its own."""
-    assert own.start is not None
+    assert objects.init_model is not None
     compare = tuple(change for change in config.compare if not setting_name(change).startswith("model."))
-    network = own.start[0].config.replace(num_classes=0).to_dict()
+    network = objects.init_model[0].config.replace(num_classes=0).to_dict()
     config = config.replace(model=network, init_from=init_from, compare=compare)
     return _match_preprocess(config) if keep_preprocess else config.replace(preprocess=None)
 

@@ -17,8 +17,8 @@ from vitrail.objectives import requires_labels
 from vitrail.runtime import warn_once
 from vitrail.runtime.distributed import DistributedContext
 from vitrail.training.checkpointing import Progress
+from vitrail.training.custom_objects import CustomObjects, copy_network
 from vitrail.training.data_fingerprint import DataFingerprint, check_fingerprint, check_splits, fingerprint_data
-from vitrail.training.own_code import OwnCode, copy_network
 from vitrail.weights.archive import unmap_weights
 from vitrail.weights.loading import adapt_model, load_checkpoint
 from vitrail.weights.model_info import (
@@ -59,18 +59,22 @@ class Setup:
 
 
 def prepare_run(
-    config: TrainConfig, distributed: DistributedContext, *, saved: Progress | None = None, own: OwnCode | None = None
+    config: TrainConfig,
+    distributed: DistributedContext,
+    *,
+    saved: Progress | None = None,
+    objects: CustomObjects | None = None,
 ) -> Setup:
     """Open the data, build or load the network. `saved`: of a resumed run, whose weights come from its checkpoint.
 
-    `own`: the objects that the config has names of.
+    `objects`: the objects that the config has names of.
     """
-    own = own or OwnCode()
-    objective = own.objective(config.objective)
+    objects = objects or CustomObjects()
+    objective = objects.objective(config.objective)
     learns_labels = requires_labels(config.objective, objective)
-    network_class = own.network_class(config.init_from, weights=saved is None)
+    network_class = objects.network_class(config.init_from, weights=saved is None)
     with distributed.main_process_first():  # which downloads and indexes for all
-        splits = open_data(config.data, require_labels=learns_labels, own=own.data(config.data.source))
+        splits = open_data(config.data, require_labels=learns_labels, own=objects.data(config.data.source))
     warn_once(splits.notes, about=config.data.source)
     labels = tuple(splits.train.labels)
     if learns_labels and not labels:
@@ -86,7 +90,7 @@ def prepare_run(
         warn_once(check_fingerprint(saved.data_fingerprint, data, config.data.source))
         warn_once(_describe_old_behavior(config) if not saved.data_fingerprint else [])
     if config.init_from is not None and saved is None:
-        net, info = _load_start(config, labels if learns_labels else (), own)
+        net, info = _load_init_from(config, labels if learns_labels else (), objects)
         config = config.replace(model=net.config)
     else:
         assert config.model is not None
@@ -115,12 +119,12 @@ def _describe_old_behavior(config: TrainConfig) -> list[str]:
     return [f"this version trains differently from here on: {' and '.join(found)}"] if found else []
 
 
-def _load_start(config: TrainConfig, labels: tuple[str, ...], own: OwnCode) -> tuple[Net, ModelInfo]:
+def _load_init_from(config: TrainConfig, labels: tuple[str, ...], objects: CustomObjects) -> tuple[Net, ModelInfo]:
     """Load the checkpoint `init_from`; unless it has these very classes, its head is replaced by one of zeros."""
     assert config.init_from is not None
     changes = _regularization_settings(config.model)
-    if own.start is not None:
-        net, info = own.start
+    if objects.init_model is not None:
+        net, info = objects.init_model
         net, info = adapt_model(net.rebuild(net.config.replace(**changes), {}), info, config.image_size)
         if info.labels is None and net.config.num_classes == len(labels):
             info = info.replace(labels=labels)  # a network with this number of classes keeps its head

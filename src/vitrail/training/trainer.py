@@ -77,7 +77,7 @@ class Trainer:
             class_counts=setup.class_counts,
             labels=source.labels,
             device=self.device,
-            own=setup.objective,
+            custom=setup.objective,
         ).to(self.device, self.dtype)
         freeze(self.learner, config.optim.trainable)
         if config.batch_size == "auto":

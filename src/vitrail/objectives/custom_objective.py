@@ -71,30 +71,35 @@ class FunctionObjective(Objective):
             ) from error
 
 
-def requires_labels(objective: str, own: Any = None) -> bool:
-    """Whether an objective learns from labels. `own`: the objective itself, if it is not one of vitrail's."""
+def requires_labels(objective: str, custom: Any = None) -> bool:
+    """Whether an objective learns from labels. `custom`: the objective itself, if it is not one of vitrail's."""
     if objective in OBJECTIVES:
         return objective != "masked-patch"
-    return bool(getattr(_objective_class(own) or own, "requires_labels", True))
+    return bool(getattr(_objective_class(custom) or custom, "requires_labels", True))
 
 
-def make_own_objective(own: Any, net: Net) -> Objective:
+def make_custom_objective(custom: Any, net: Net) -> Objective:
     """The Objective of a function, or of a subclass of Objective or a functools.partial of one, called with the net."""
-    if _objective_class(own) is not None:
-        made = own(net)
+    if _objective_class(custom) is not None:
+        made = custom(net)
         assert isinstance(made, Objective)
         return made
-    if isinstance(own, type | Objective) or not callable(own):
-        kind = f"an instance of {type(own).__name__}" if not isinstance(own, type) else f"the class {own.__name__}"
+    if isinstance(custom, type | Objective) or not callable(custom):
+        kind = (
+            f"an instance of {type(custom).__name__}"
+            if not isinstance(custom, type)
+            else f"the class {custom.__name__}"
+        )
         raise ConfigError(
             f"the objective is {kind}; expected a function (net, images, targets, weights, sample_seeds) -> dict, or a "
             "subclass of vitrail.objectives.Objective."
         )
-    return FunctionObjective(net, own)
+    return FunctionObjective(net, custom)
 
 
-def _objective_class(own: Any) -> type[Objective] | None:
-    kind = own.func if isinstance(own, functools.partial) else own
+def _objective_class(custom: Any) -> type[Objective] | None:
+    """The subclass of Objective that this is, or that a functools.partial calls; None for any other function."""
+    kind = custom.func if isinstance(custom, functools.partial) else custom
     return kind if isinstance(kind, type) and issubclass(kind, Objective) else None
 
 

@@ -29,11 +29,11 @@ MAX_RELATIVE_DIFFERENCE = 1e-4
 
 
 @dataclass
-class OwnCode:
+class CustomObjects:
     """The objects of a run by setting and name."""
 
     objects: dict[tuple[str, str], Any] = field(default_factory=dict)
-    start: tuple[Net, ModelInfo] | None = None
+    init_model: tuple[Net, ModelInfo] | None = None
     """The network that training starts from, with its preprocessing and class names; a copy."""
 
     def add(self, setting: str, value: Any) -> str:
@@ -65,8 +65,8 @@ class OwnCode:
 
     def add_model(self, model: nn.Module | Model) -> str:
         """The init_from of a network in memory."""
-        self.start = read_network(model)
-        kind = type(self.start[0])
+        self.init_model = read_network(model)
+        kind = type(self.init_model[0])
         reference = reference_to(kind)
         if kind in (ViT, BiT) or reference.startswith(IN_MEMORY):
             return IN_MEMORY + kind.__name__
@@ -96,8 +96,8 @@ class OwnCode:
     def network_class(self, init_from: str | None, *, weights: bool) -> type[Net] | None:
         """The class of the network if it is a subclass of ViT or BiT. `weights`: the run needs its weights, too."""
         in_memory = init_from is not None and init_from.startswith((IN_MEMORY, NETWORK_CLASS))
-        if self.start is not None:
-            return type(self.start[0])
+        if self.init_model is not None:
+            return type(self.init_model[0])
         if init_from is None or not in_memory or (not weights and init_from in (f"{IN_MEMORY}ViT", f"{IN_MEMORY}BiT")):
             return None
         if weights or init_from.startswith(IN_MEMORY):
