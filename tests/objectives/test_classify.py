@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from conftest import import_peer
 from hypothesis import given
 from hypothesis import strategies as st
-from objectives.learners import PREPROCESS, SMALL, make_net
+from objectives.small_objectives import PREPROCESS, SMALL, make_net
 from torch import Tensor
 from torch.autograd.functional import hessian, jacobian
 
@@ -138,13 +138,13 @@ WEIGHTS = torch.tensor([4.0, 4 / 3, 0.5])
 
 def test_class_weights_match_torch() -> None:
     """Class indices and soft labels are weighted as in `F.cross_entropy(weight=)`."""
-    learner = ClassifyObjective(
+    objective = ClassifyObjective(
         make_net(num_classes=3), label_loss(3, counts=[1, 3, 8], class_weights="balanced")
     ).eval()
     images, mixed = torch.randn(3, 3, 16, 16), torch.randn(3, 3).softmax(-1)
     for targets in (torch.tensor([0, 1, 2]), mixed):
-        expected = F.cross_entropy(learner.net(images), targets, weight=WEIGHTS, reduction="sum")
-        torch.testing.assert_close(learner(images, targets, torch.ones(3))["loss"], expected)
+        expected = F.cross_entropy(objective.net(images), targets, weight=WEIGHTS, reduction="sum")
+        torch.testing.assert_close(objective(images, targets, torch.ones(3))["loss"], expected)
 
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
@@ -192,10 +192,10 @@ def test_balanced_weights_give_equal_priors_also_with_mixed_images(loss: str, sm
 
 def test_distilled_network_is_trained_on_the_mean_of_its_heads() -> None:
     net = make_net(distilled=True)
-    learner, images, targets = ClassifyObjective(net, label_loss()), torch.randn(4, 3, 16, 16), torch.randint(5, (4,))
+    objective, images, targets = ClassifyObjective(net, label_loss()), torch.randn(4, 3, 16, 16), torch.randint(5, (4,))
     class_logits, distillation_logits = net.features(images, outputs="head_logits").head_logits
     torch.testing.assert_close(
-        learner(images, targets, torch.ones(4))["loss"],
+        objective(images, targets, torch.ones(4))["loss"],
         F.cross_entropy((class_logits + distillation_logits) / 2, targets, reduction="sum"),
     )
 

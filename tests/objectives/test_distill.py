@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from objectives.learners import PREPROCESS, SMALL, distill, make_net, make_teacher, save_checkpoint
+from objectives.small_objectives import PREPROCESS, SMALL, distill, make_net, make_teacher, save_checkpoint
 
 from vitrail.config import PreprocessConfig, ViTConfig
 from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
@@ -45,14 +45,14 @@ def deit_loss(
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 @pytest.mark.parametrize("distilled", [True, False])
 def test_loss_matches_deit(kind: str, distilled: bool) -> None:
-    learner = distill(kind, distilled).double().eval()
+    objective = distill(kind, distilled).double().eval()
     images, targets = torch.randn(6, 3, 16, 16, dtype=torch.float64), torch.randint(5, (6,))
-    output = learner(images, targets, torch.ones(6))
-    teacher_logits = learner.teacher(images)
+    output = objective(images, targets, torch.ones(6))
+    teacher_logits = objective.teacher(images)
     if distilled:
-        class_logits, distillation_logits = learner.net.features(images, outputs="head_logits").head_logits
+        class_logits, distillation_logits = objective.net.features(images, outputs="head_logits").head_logits
     else:
-        class_logits = distillation_logits = learner.net(images)
+        class_logits = distillation_logits = objective.net(images)
     torch.testing.assert_close(
         output["loss"] / 6,
         deit_loss(class_logits, distillation_logits, teacher_logits, targets, kind),
@@ -61,17 +61,17 @@ def test_loss_matches_deit(kind: str, distilled: bool) -> None:
     )
     assert float(output["correct"]) == float((((class_logits + distillation_logits) / 2).argmax(1) == targets).sum())
     assert float(output["agreed"]) == float((distillation_logits.argmax(1) == teacher_logits.argmax(1)).sum())
-    teacher_loss = distillation_loss(distillation_logits, teacher_logits, learner.config).sum()
+    teacher_loss = distillation_loss(distillation_logits, teacher_logits, objective.config).sum()
     torch.testing.assert_close(output["teacher_loss"], teacher_loss)
 
 
 def test_alpha_is_the_weight_of_the_teacher() -> None:
-    learner = distill().double().eval()
+    objective = distill().double().eval()
     images, targets = torch.randn(4, 3, 16, 16, dtype=torch.float64), torch.randint(5, (4,))
     losses = {}
     for alpha in (0.0, 0.3, 1.0):
-        learner.config = learner.config.replace(alpha=alpha)
-        losses[alpha] = learner(images, targets, torch.ones(4))["loss"]
+        objective.config = objective.config.replace(alpha=alpha)
+        losses[alpha] = objective(images, targets, torch.ones(4))["loss"]
     torch.testing.assert_close(losses[0.3], 0.7 * losses[0.0] + 0.3 * losses[1.0])
 
 
@@ -98,17 +98,17 @@ def test_balanced_weights_make_the_teachers_classes_equally_likely(kind: str) ->
 
 
 def test_label_and_teacher_losses_use_their_own_class_weights() -> None:
-    learner = distill().double().eval()
+    objective = distill().double().eval()
     weights = torch.tensor([2.0, 1.0, 0.5, 0.25, 4.0], dtype=torch.float64)
-    learner.labels.class_weights = weights
+    objective.labels.class_weights = weights
     images, targets = torch.randn(6, 3, 16, 16, dtype=torch.float64), torch.randint(5, (6,))
-    class_logits, distillation_logits = learner.net.features(images, outputs="head_logits").head_logits
-    teacher_classes = learner.teacher(images).argmax(1)
+    class_logits, distillation_logits = objective.net.features(images, outputs="head_logits").head_logits
+    teacher_classes = objective.teacher(images).argmax(1)
     label_loss = (
         F.cross_entropy(class_logits, targets, reduction="none", label_smoothing=0.1) * weights[targets]
     ).sum()
     expected = 0.5 * label_loss + 0.5 * F.cross_entropy(distillation_logits, teacher_classes, weights, reduction="sum")
-    torch.testing.assert_close(learner(images, targets, torch.ones(6))["loss"], expected)
+    torch.testing.assert_close(objective(images, targets, torch.ones(6))["loss"], expected)
 
 
 def test_teacher_images_use_the_teachers_normalization() -> None:
@@ -148,14 +148,14 @@ def teacher_for(net: Any, student: PreprocessConfig) -> Any:
 
 
 def test_teacher_is_neither_trained_nor_saved_nor_copied() -> None:
-    learner = distill()
-    assert not any("teacher" in name for name in learner.state_dict())
-    count = sum(p.numel() for p in learner.parameters())
-    assert count == sum(p.numel() for p in learner.net.parameters())
-    assert copy.deepcopy(learner).teacher is learner.teacher
-    learner.train()
-    assert not learner.teacher.net.training
-    assert not any(p.requires_grad for p in learner.teacher.net.parameters())
+    objective = distill()
+    assert not any("teacher" in name for name in objective.state_dict())
+    count = sum(p.numel() for p in objective.parameters())
+    assert count == sum(p.numel() for p in objective.net.parameters())
+    assert copy.deepcopy(objective).teacher is objective.teacher
+    objective.train()
+    assert not objective.teacher.net.training
+    assert not any(p.requires_grad for p in objective.teacher.net.parameters())
 
 
 LABELS = ("ant", "bee", "cat", "dog", "eel")
@@ -168,22 +168,22 @@ def distill_config(teacher: str, **options: Any) -> TrainConfig:
 def test_any_checkpoint_can_be_the_teacher(tmp_path: Path) -> None:
     net = make_net(1)
     path = save_checkpoint(net, tmp_path / "teacher", LABELS)
-    learner = make_objective(distill_config(path), make_net(), PREPROCESS, labels=LABELS)
-    assert isinstance(learner, DistillObjective)
+    objective = make_objective(distill_config(path), make_net(), PREPROCESS, labels=LABELS)
+    assert isinstance(objective, DistillObjective)
     images = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
-        torch.testing.assert_close(learner.teacher(images), net.eval()(images))
+        torch.testing.assert_close(objective.teacher(images), net.eval()(images))
 
 
 def test_teacher_classes_are_reordered_to_the_students(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     net = make_net(1)
     path = save_checkpoint(net, tmp_path / "teacher", LABELS)
     with caplog.at_level(logging.WARNING, "vitrail"):
-        learner = make_objective(distill_config(path), make_net(), PREPROCESS, labels=LABELS[::-1])
+        objective = make_objective(distill_config(path), make_net(), PREPROCESS, labels=LABELS[::-1])
     assert "another order" in caplog.text
     images = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
-        torch.testing.assert_close(learner.teacher(images), net.eval()(images).flip(1))
+        torch.testing.assert_close(objective.teacher(images), net.eval()(images).flip(1))
 
 
 def test_incompatible_teachers_are_refused(tmp_path: Path) -> None:
@@ -206,10 +206,10 @@ def test_incompatible_teachers_are_refused(tmp_path: Path) -> None:
 
 def test_teacher_is_exact_in_float64(tmp_path: Path) -> None:
     path = save_checkpoint(make_net(1), tmp_path / "teacher")
-    learner = make_objective(
+    objective = make_objective(
         distill_config(path, kind="soft").replace(precision="float64"), make_net().double(), PREPROCESS
     )
-    assert learner.teacher(torch.randn(1, 3, 16, 16, dtype=torch.float64)).dtype == torch.float64
+    assert objective.teacher(torch.randn(1, 3, 16, 16, dtype=torch.float64)).dtype == torch.float64
     images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
-    batch_logits = learner.teacher(images)
-    np.testing.assert_allclose(batch_logits[:1].numpy(), learner.teacher(images[:1]).numpy(), rtol=1e-12)
+    batch_logits = objective.teacher(images)
+    np.testing.assert_allclose(batch_logits[:1].numpy(), objective.teacher(images[:1]).numpy(), rtol=1e-12)

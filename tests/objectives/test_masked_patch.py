@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objectives.learners import PREPROCESS, SMALL, make_net, make_seeds, masked_patch
+from objectives.small_objectives import PREPROCESS, SMALL, make_net, make_seeds, masked_patch
 from torch import Tensor
 
 from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
@@ -22,7 +22,7 @@ from vitrail.objectives import MaskedPatchObjective, make_objective
 from vitrail.weights.model_info import preprocess_for_channels
 
 
-def make_learner(target: str = "mean-color", mask_ratio: float = 0.5, **options: Any) -> MaskedPatchObjective:
+def masked_patch_objective(target: str = "mean-color", mask_ratio: float = 0.5, **options: Any) -> MaskedPatchObjective:
     net = make_net(**options).double()
     preprocess = preprocess_for_channels(PREPROCESS, net.config.channels)
     objective = MaskedPatchObjective(
@@ -49,7 +49,7 @@ def color_index(part: np.ndarray) -> int:
 @settings(max_examples=20)
 @given(st.sampled_from([1, 3, 4]), st.sampled_from([(16, 16), (8, 24)]), st.sampled_from(["mean-color", "downsized"]))
 def test_color_targets_are_three_bits_per_channel_mean(channels: int, size: tuple[int, int], target: str) -> None:
-    objective = make_learner(target, channels=channels)
+    objective = masked_patch_objective(target, channels=channels)
     images = torch.randn(2, channels, *size, dtype=torch.float64)
     grid = (size[0] // 4, size[1] // 4)
     got = objective.color_targets(images, grid)
@@ -71,13 +71,13 @@ def test_known_colors_have_known_indices() -> None:
 @settings(max_examples=15)
 @given(st.floats(0.01, 1), st.integers(2, 40))
 def test_patches_are_chosen_by_mask_ratio_without_repeats(mask_ratio: float, num_patches: int) -> None:
-    chosen = make_learner(mask_ratio=mask_ratio).choose_patches(make_seeds(5), num_patches)
+    chosen = masked_patch_objective(mask_ratio=mask_ratio).choose_patches(make_seeds(5), num_patches)
     assert chosen.shape == (5, max(round(mask_ratio * num_patches), 1))
     assert all(len(set(row)) == len(row) and min(row) >= 0 and max(row) < num_patches for row in chosen.tolist())
 
 
 def test_patches_are_chosen_uniformly_and_corrupted_at_the_set_rates() -> None:
-    objective, count = make_learner().float(), 4000
+    objective, count = masked_patch_objective().float(), 4000
     with torch.no_grad():
         objective.mask_token.fill_(7)
     patches = torch.arange(16.0)[None, :, None].expand(count, -1, 16)
@@ -125,7 +125,7 @@ def reference_losses(objective: MaskedPatchObjective, images: Tensor, sample_see
     "options", [{}, {"pool": "map", "class_token": False}, {"position": "rope-2d", "num_registers": 2}]
 )
 def test_loss_matches_its_definition(target: str, options: dict[str, Any]) -> None:
-    objective, sample_seeds = make_learner(target, **options), make_seeds(3)
+    objective, sample_seeds = masked_patch_objective(target, **options), make_seeds(3)
     images = torch.randn(3, 3, 16, 16, dtype=torch.float64)
     expected = reference_losses(objective, images, sample_seeds)
     for weights in (torch.ones(3), torch.tensor([1.0, 0.0, 2.0])):
@@ -138,7 +138,7 @@ def test_loss_matches_its_definition(target: str, options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("target", ["mean-color", "downsized"])
 def test_perfect_predictor_has_zero_loss(target: str) -> None:
-    objective, images = make_learner(target), torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    objective, images = masked_patch_objective(target), torch.randn(2, 3, 16, 16, dtype=torch.float64)
     colors = objective.color_targets(images, (4, 4))
     constant = torch.full_like(images, 0.3)
     expected = objective.color_targets(constant, (4, 4))[0, 0]
@@ -195,7 +195,7 @@ def test_other_image_sizes_and_uncovered_edges_are_supported() -> None:
     objective = masked_patch(net=make_net())
     got = objective(torch.randn(2, 3, 8, 24), torch.zeros(2), torch.ones(2), make_seeds(2))
     assert got["loss"].isfinite()
-    edge_objective = make_learner("pixels", image_size=18, uncovered="ignore")
+    edge_objective = masked_patch_objective("pixels", image_size=18, uncovered="ignore")
     images, sample_seeds = torch.randn(2, 3, 18, 18, dtype=torch.float64), make_seeds(2)
     a, b = (
         edge_objective(x, torch.zeros(2), torch.ones(2), sample_seeds)["loss"] for x in (images, images[:, :, :16, :16])
@@ -230,8 +230,8 @@ def test_invalid_configurations_are_refused() -> None:
     with pytest.raises(ConfigError, match="a BiT has none"):
         make_objective(config, build(BiTConfig(layers=(1,), width_factor=0.5, num_classes=5)), PREPROCESS)
     with pytest.raises(ConfigError, match="too many colors"):
-        make_learner(channels=5)
+        masked_patch_objective(channels=5)
     with pytest.raises(ConfigError, match="needs patches of at least 4 x 4 px, got"):
-        make_learner("downsized", patch_size=2)
+        masked_patch_objective("downsized", patch_size=2)
     with pytest.raises(ModelError, match="at least 2 patches"):
         masked_patch(net=make_net())(torch.randn(1, 3, 4, 4), torch.zeros(1), torch.ones(1))

@@ -86,7 +86,7 @@ class Scaled(Objective):
 
 @pytest.mark.parametrize("objective", [Scaled, functools.partial(Scaled, factor=2.0)])
 def test_a_subclass_of_objective_is_trained_with_its_parameters(objective: Any):
-    with at_step(4, lambda logger: values.append(float(logger.trainer.learner.temperature.detach()))):
+    with at_step(4, lambda logger: values.append(float(logger.trainer.objective.temperature.detach()))):
         values: list[float] = []
         run = train(digits_config(5), objective=objective)
     assert values[0] != 1

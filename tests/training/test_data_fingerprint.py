@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from small_models import model, small
-from training.small_learner import SINGLE_PROCESS
+from training.small_objective import SINGLE_PROCESS
 from training.small_runs import (
     digits_config,
     file_contents,

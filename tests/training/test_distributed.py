@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from training.processes import Processes
-from training.small_learner import (
+from training.small_objective import (
     BATCH_SIZE,
     SINGLE_PROCESS,
-    Learner,
     Run,
+    SmallObjective,
     State,
     assert_tensors_close,
     backward,
     full_tensors,
-    learner_config,
+    objective_config,
     random_images,
     train_steps,
 )
@@ -43,17 +43,17 @@ STEP_TOLERANCE, RUN_TOLERANCE = 1e-12, 1e-9
 
 def gradients(config: TrainConfig, micro_batches: int) -> State:
     with DistributedContext.from_env("cpu") as distributed:
-        learner = Learner().double()
-        freeze(learner, config.optim.trainable)
-        learner.net.gradient_checkpointing = config.gradient_checkpointing
+        objective = SmallObjective().double()
+        freeze(objective, config.optim.trainable)
+        objective.net.gradient_checkpointing = config.gradient_checkpointing
         if config.compile:
             warnings.simplefilter("ignore")  # the compiler warns about missing gradients
-            learner.compile(backend="aot_eager", dynamic=False)
-        wrapped = wrap(learner, config, distributed)
+            objective.compile(backend="aot_eager", dynamic=False)
+        wrapped = wrap(objective, config, distributed)
         for step in range(2):  # hooks and buckets are final from the second step on
-            learner.zero_grad()
+            objective.zero_grad()
             backward(wrapped, distributed, step, micro_batches)
-        return full_tensors({n: p.grad for n, p in learner.named_parameters() if p.grad is not None})
+        return full_tensors({n: p.grad for n, p in objective.named_parameters() if p.grad is not None})
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def gradients(config: TrainConfig, micro_batches: int) -> State:
 def test_gradients_match_a_single_process(
     four_processes: Processes, parallel: str, world: int, micro_batches: int
 ) -> None:
-    learner = Learner().double()
-    backward(learner, SINGLE_PROCESS, 1)
-    expected = {n: p.grad for n, p in learner.named_parameters()}
-    for got in four_processes.run(gradients, learner_config(parallel), micro_batches, world=world):
+    objective = SmallObjective().double()
+    backward(objective, SINGLE_PROCESS, 1)
+    expected = {n: p.grad for n, p in objective.named_parameters()}
+    for got in four_processes.run(gradients, objective_config(parallel), micro_batches, world=world):
         assert_tensors_close(got, expected, STEP_TOLERANCE)
 
 
@@ -76,11 +76,11 @@ def test_gradients_match_a_single_process(
 def test_checkpointing_and_compilation_do_not_change_gradients(
     four_processes: Processes, parallel: str, options: dict[str, bool]
 ) -> None:
-    learner = Learner().double()
-    backward(learner, SINGLE_PROCESS, 1)
-    expected = {n: p.grad for n, p in learner.named_parameters()}
+    objective = SmallObjective().double()
+    backward(objective, SINGLE_PROCESS, 1)
+    expected = {n: p.grad for n, p in objective.named_parameters()}
     assert_tensors_close(
-        four_processes.run(gradients, learner_config(parallel).replace(**options), 2, world=2)[0],
+        four_processes.run(gradients, objective_config(parallel).replace(**options), 2, world=2)[0],
         expected,
         STEP_TOLERANCE,
     )
@@ -91,13 +91,13 @@ def test_checkpointing_and_compilation_do_not_change_gradients(
 def test_frozen_parameters_have_no_gradient_and_the_others_match(
     four_processes: Processes, parallel: str, trainable: str | int
 ) -> None:
-    learner = Learner().double()
-    freeze(learner, trainable)
-    backward(learner, SINGLE_PROCESS, 1)
-    expected = {n: p.grad for n, p in learner.named_parameters() if p.grad is not None}
-    assert 0 < len(expected) < len(list(learner.parameters()))
+    objective = SmallObjective().double()
+    freeze(objective, trainable)
+    backward(objective, SINGLE_PROCESS, 1)
+    expected = {n: p.grad for n, p in objective.named_parameters() if p.grad is not None}
+    assert 0 < len(expected) < len(list(objective.parameters()))
     assert_tensors_close(
-        four_processes.run(gradients, learner_config(parallel, trainable=trainable), 1, world=2)[0],
+        four_processes.run(gradients, objective_config(parallel, trainable=trainable), 1, world=2)[0],
         expected,
         STEP_TOLERANCE,
     )
@@ -130,7 +130,7 @@ SGD = {"kind": "sgd", "lr": 0.1, "decay_by": "schedule"}
 def test_ten_steps_match_a_single_process(
     four_processes: Processes, parallel: str, world: int, optim: dict[str, Any]
 ) -> None:
-    config = learner_config(parallel, **optim)
+    config = objective_config(parallel, **optim)
     reference = train_steps(SINGLE_PROCESS, config, range(10))
     for losses, got in four_processes.run(run_ten_steps, config, world=world):
         np.testing.assert_allclose(losses, reference.losses, rtol=RUN_TOLERANCE, atol=0)
@@ -155,13 +155,13 @@ def evaluate_before_and_after(parallel: str) -> tuple[list[Tensor], list[float],
         # also before the first step: FSDP must not make the network alone the root module
         run = train_steps(
             distributed,
-            learner_config(parallel),
+            objective_config(parallel),
             range(3),
             before_first_step=lambda r: logits.extend(evaluate_logits(r)),
             decay=0.5,
         )
         logits += evaluate_logits(run)
-        return logits, run.losses, any(isinstance(p, DTensor) for p in run.learner.parameters())
+        return logits, run.losses, any(isinstance(p, DTensor) for p in run.objective.parameters())
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
@@ -169,7 +169,7 @@ def test_evaluation_between_steps_matches_a_single_process(four_processes: Proce
     expected: list[Tensor] = []
     reference = train_steps(
         SINGLE_PROCESS,
-        learner_config(),
+        objective_config(),
         range(3),
         before_first_step=lambda r: expected.extend(evaluate_logits(r)),
         decay=0.5,
@@ -186,18 +186,18 @@ def test_evaluation_between_steps_matches_a_single_process(four_processes: Proce
 
 def initial_values(config: TrainConfig) -> State:
     with DistributedContext.from_env("cpu") as distributed:
-        learner = Learner(seed=3)
-        wrap(learner, config, distributed)
-        return full_tensors(learner.state_dict())
+        objective = SmallObjective(seed=3)
+        wrap(objective, config, distributed)
+        return full_tensors(objective.state_dict())
 
 
 def test_initial_values_do_not_depend_on_sharding(four_processes: Processes) -> None:
-    expected = Learner(seed=3).state_dict()
-    for got in four_processes.run(initial_values, learner_config("fsdp"), world=4):
+    expected = SmallObjective(seed=3).state_dict()
+    for got in four_processes.run(initial_values, objective_config("fsdp"), world=4):
         assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
-class Headless(Learner):
+class Headless(SmallObjective):
     """An objective that does not use the head and freezes it, as masked-patch does with a pool."""
 
     def __init__(self) -> None:
@@ -210,19 +210,19 @@ class Headless(Learner):
 
 def gradients_without_head(parallel: str) -> State:
     with DistributedContext.from_env("cpu") as distributed:
-        learner = Headless().double()
-        wrapped = wrap(learner, learner_config(parallel), distributed)
+        objective = Headless().double()
+        wrapped = wrap(objective, objective_config(parallel), distributed)
         for step in range(3):
-            learner.zero_grad()
+            objective.zero_grad()
             backward(wrapped, distributed, step)
-        return full_tensors({n: p.grad for n, p in learner.named_parameters() if p.grad is not None})
+        return full_tensors({n: p.grad for n, p in objective.named_parameters() if p.grad is not None})
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_objective_may_leave_parameters_unused(four_processes: Processes, parallel: str) -> None:
-    learner = Headless().double()
-    backward(learner, SINGLE_PROCESS, 2)
-    expected = {n: p.grad for n, p in learner.named_parameters() if p.grad is not None}
+    objective = Headless().double()
+    backward(objective, SINGLE_PROCESS, 2)
+    expected = {n: p.grad for n, p in objective.named_parameters() if p.grad is not None}
     assert "net.head.weight" not in expected
     got = four_processes.run(gradients_without_head, parallel, world=2)[0]
     assert_tensors_close({n: g for n, g in got.items() if n in expected}, expected, STEP_TOLERANCE)
@@ -231,20 +231,20 @@ def test_objective_may_leave_parameters_unused(four_processes: Processes, parall
 
 def bfloat16_gradients(parallel: str) -> tuple[State, set[torch.dtype]]:
     with DistributedContext.from_env("cpu") as distributed:
-        learner = Learner()
-        wrapped = wrap(learner, learner_config(parallel).replace(precision="bfloat16"), distributed)
+        objective = SmallObjective()
+        wrapped = wrap(objective, objective_config(parallel).replace(precision="bfloat16"), distributed)
         images, targets = random_images(0, distributed.slots(BATCH_SIZE))
         with torch.autocast("cpu", torch.bfloat16):
             loss = wrapped(images.float(), targets)["loss"] / BATCH_SIZE
         (loss * distributed.world_size).backward()
-        grads = full_tensors({n: p.grad for n, p in learner.named_parameters()})
+        grads = full_tensors({n: p.grad for n, p in objective.named_parameters()})
         with torch.no_grad():
             assert evaluation_network(wrapped)(images.float()).isfinite().all(), "evaluation works without autocast"
-        return grads, {p.dtype for p in learner.parameters()} | {g.dtype for g in grads.values()}
+        return grads, {p.dtype for p in objective.parameters()} | {g.dtype for g in grads.values()}
 
 
 def test_bfloat16_error_is_similar_for_ddp_and_fsdp(four_processes: Processes) -> None:
-    reference = Learner().double()
+    reference = SmallObjective().double()
     backward(reference, SINGLE_PROCESS, 0)
     reference_norm = torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
     errors = []
@@ -337,11 +337,11 @@ def test_single_process_has_no_group_and_collectives_are_identities(
         assert distributed.broadcast_object("x") == "x"
         assert distributed.any(True)
         assert not distributed.any(False)
-        learner = Learner()
-        assert wrap(learner, learner_config("fsdp"), distributed) is learner
+        objective = SmallObjective()
+        assert wrap(objective, objective_config("fsdp"), distributed) is objective
         assert "parallel=fsdp has no effect in a single process; start several with torchrun" in caplog.text
-        assert unwrap(torch.compile(learner, backend="eager")) is learner  # type: ignore[arg-type]
-        assert evaluation_network(learner) is learner.net
+        assert unwrap(torch.compile(objective, backend="eager")) is objective  # type: ignore[arg-type]
+        assert evaluation_network(objective) is objective.net
         counts = {"n": torch.tensor(3)}
         assert distributed.all_reduce_tensors(counts)["n"] is not None
 
@@ -349,7 +349,7 @@ def test_single_process_has_no_group_and_collectives_are_identities(
 def test_indivisible_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match="batch_size=10 is not a multiple of the 4 processes; try batch_size=12"):
         DistributedContext(torch.device("cpu"), rank=1, world_size=4).slots(10)
-    config = learner_config("ddp").replace(batch_size=24, augment=AugmentConfig(mixup=0.2).to_dict())
+    config = objective_config("ddp").replace(batch_size=24, augment=AugmentConfig(mixup=0.2).to_dict())
     with pytest.raises(
         ConfigError, match=r"each of 4 processes 6 images, .* try batch_size=32, augment.mix_group=2 or"
     ):
@@ -361,7 +361,7 @@ def test_indivisible_batch_is_refused() -> None:
 def fail_on_rank_1(failure: str, timeout_s: float) -> None:
     try:
         with DistributedContext.from_env("cpu", timeout=timedelta(seconds=timeout_s)) as distributed:
-            wrapped = wrap(Learner().double(), learner_config("ddp"), distributed)
+            wrapped = wrap(SmallObjective().double(), objective_config("ddp"), distributed)
             for step in range(3):
                 if step == 1 and distributed.rank == 1:
                     if failure == "killed":

@@ -6,101 +6,101 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from training.small_learner import Learner, random_images
+from training.small_objective import SmallObjective, random_images
 
 from vitrail.errors import TrainError
 from vitrail.training.ema import EMA
 from vitrail.training.optimizer import freeze
 
 
-def perturb(learner: nn.Module, step: int) -> None:
+def perturb(objective: nn.Module, step: int) -> None:
     g = torch.Generator().manual_seed(step)
     with torch.no_grad():
-        for parameter in learner.parameters():
+        for parameter in objective.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=g, dtype=torch.float64).to(parameter.dtype))
 
 
-def weights(learner: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in learner.named_parameters()}
+def weights(objective: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in objective.named_parameters()}
 
 
 @pytest.mark.parametrize("warmup", [True, False])
 def test_ema_matches_its_definition(warmup: bool) -> None:
-    learner = Learner().double()
-    ema, expected = EMA(learner, 0.6, warmup=warmup), {n: p.numpy().copy() for n, p in weights(learner).items()}
+    objective = SmallObjective().double()
+    ema, expected = EMA(objective, 0.6, warmup=warmup), {n: p.numpy().copy() for n, p in weights(objective).items()}
     for step in range(8):
-        perturb(learner, step)
+        perturb(objective, step)
         ema.update(step)
         decay = min(0.6, (1 + step) / (10 + step)) if warmup else 0.6
-        for name, weight in weights(learner).items():
+        for name, weight in weights(objective).items():
             expected[name] = decay * expected[name] + (1 - decay) * weight.numpy()
     for name, average in ema.state_tensors().items():
         np.testing.assert_allclose(average.numpy(), expected[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
 def test_decay_warms_up_to_the_configured_value() -> None:
-    ema = EMA(Learner(), 0.999)
+    ema = EMA(SmallObjective(), 0.999)
     assert ema.decay_at(0) == 0.1
     assert ema.decay_at(8_000) < 0.999 == ema.decay_at(10_000)
 
 
 def test_swap_uses_the_average_and_restores_the_weights_afterwards() -> None:
-    learner, images = Learner(), random_images(0)[0].float()
-    ema = EMA(learner, 0.5)
-    perturb(learner, 0)
+    objective, images = SmallObjective(), random_images(0)[0].float()
+    ema = EMA(objective, 0.5)
+    perturb(objective, 0)
     ema.update(100)
-    original, average = weights(learner), {n: t.clone() for n, t in ema.state_tensors().items()}
-    addresses = [p.data_ptr() for p in learner.parameters()]
+    original, average = weights(objective), {n: t.clone() for n, t in ema.state_tensors().items()}
+    addresses = [p.data_ptr() for p in objective.parameters()]
     with torch.no_grad():
-        learner.eval()
-        before = learner.net(images)
+        objective.eval()
+        before = objective.net(images)
         with ema.swap():
-            swapped = learner.net(images)
-            assert all(torch.equal(p, average[n]) for n, p in learner.named_parameters())
-        after = learner.net(images)
-    averaged_learner = Learner()
-    averaged_learner.load_state_dict(average)
+            swapped = objective.net(images)
+            assert all(torch.equal(p, average[n]) for n, p in objective.named_parameters())
+        after = objective.net(images)
+    averaged_objective = SmallObjective()
+    averaged_objective.load_state_dict(average)
     with torch.no_grad():
-        assert torch.equal(swapped, averaged_learner.eval().net(images)), (
+        assert torch.equal(swapped, averaged_objective.eval().net(images)), (
             "no tensor cached for the other weights is used"
         )
     assert torch.equal(before, after)
     assert not torch.allclose(before, swapped)
-    assert all(torch.equal(p, original[n]) for n, p in learner.named_parameters())
+    assert all(torch.equal(p, original[n]) for n, p in objective.named_parameters())
     assert all(torch.equal(t, average[n]) for n, t in ema.state_tensors().items())
-    assert addresses == [p.data_ptr() for p in learner.parameters()], (
+    assert addresses == [p.data_ptr() for p in objective.parameters()], (
         "CUDA graphs and DDP buckets refer to weights by address"
     )
 
 
 def test_error_during_swap_restores_the_weights() -> None:
-    learner = Learner()
-    ema = EMA(learner, 0.5)
-    perturb(learner, 0)
-    original = weights(learner)
+    objective = SmallObjective()
+    ema = EMA(objective, 0.5)
+    perturb(objective, 0)
+    original = weights(objective)
     with pytest.raises(ZeroDivisionError), ema.swap():
         _ = 1 / 0
-    assert all(torch.equal(p, original[n]) for n, p in learner.named_parameters())
+    assert all(torch.equal(p, original[n]) for n, p in objective.named_parameters())
 
 
 def test_nested_swap_is_refused() -> None:
-    ema = EMA(Learner(), 0.5)
+    ema = EMA(SmallObjective(), 0.5)
     with ema.swap(), pytest.raises(TrainError, match="already in use"):
         ema.swap().__enter__()
 
 
 def test_resumed_average_continues_bit_for_bit() -> None:
-    learner = Learner()
-    ema = EMA(learner, 0.9)
+    objective = SmallObjective()
+    ema = EMA(objective, 0.9)
     for step in range(3):
-        perturb(learner, step)
+        perturb(objective, step)
         ema.update(step)
-    second, state = Learner(), {n: t.clone() for n, t in ema.state_tensors().items()}
-    second.load_state_dict(learner.state_dict())
+    second, state = SmallObjective(), {n: t.clone() for n, t in ema.state_tensors().items()}
+    second.load_state_dict(objective.state_dict())
     resumed = EMA(second, 0.9)
     resumed.load_state_tensors(state)
     for step in range(3, 6):
-        for module, average in ((learner, ema), (second, resumed)):
+        for module, average in ((objective, ema), (second, resumed)):
             perturb(module, step)
             average.update(step)
     for name, tensor in ema.state_tensors().items():
@@ -108,13 +108,13 @@ def test_resumed_average_continues_bit_for_bit() -> None:
 
 
 def test_frozen_parameters_are_not_averaged() -> None:
-    learner = Learner()
-    freeze(learner, "head")
-    assert set(EMA(learner, 0.9).state_tensors()) == {"net.head.weight", "net.head.bias", "scale"}
+    objective = SmallObjective()
+    freeze(objective, "head")
+    assert set(EMA(objective, 0.9).state_tensors()) == {"net.head.weight", "net.head.bias", "scale"}
 
 
 def test_mismatched_tensors_are_refused_by_name() -> None:
-    ema = EMA(Learner(), 0.9)
+    ema = EMA(SmallObjective(), 0.9)
     state = ema.state_tensors()
     with pytest.raises(TrainError, match=r"the averaged weights in the checkpoint lack 'net\.head\.bias'"):
         ema.load_state_tensors({n: t for n, t in state.items() if n != "net.head.bias"})

@@ -99,7 +99,7 @@ def test_non_finite_loss_error_names_the_step_the_images_and_the_checkpoint(tmp_
 def set_head_bias_to_nan(logger: RunLogger) -> None:
     """Make all logits NaN from here on."""
     with torch.no_grad():
-        logger.trainer.learner.net.head.bias.fill_(float("nan"))
+        logger.trainer.objective.net.head.bias.fill_(float("nan"))
 
 
 def test_non_finite_loss_before_the_first_checkpoint(tmp_path: Path):
@@ -222,7 +222,7 @@ def test_best_weights_are_written_once_the_disk_has_space(disk: Disk, tmp_path: 
     def randomize_head(logger: RunLogger) -> None:
         disk.clear()
         with torch.no_grad():
-            logger.trainer.learner.net.head.weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(1e3)
+            logger.trainer.objective.net.head.weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(1e3)
 
     with at_step(9, disk.fill), at_step(13, randomize_head):
         result = train_run(digits_config(keep="best"), tmp_path / "run")

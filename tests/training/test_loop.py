@@ -201,7 +201,7 @@ def _randomize_head(logger: object) -> None:
     """Replace the head's weights by large random values."""
     trainer = logger.trainer  # type: ignore[attr-defined]
     with torch.no_grad():
-        trainer.learner.net.head.weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(1e3)
+        trainer.objective.net.head.weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(1e3)
 
 
 def test_patience_stops_early_and_keeps_the_best_weights(tmp_path: Path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.small_learner import SINGLE_PROCESS
+from training.small_objective import SINGLE_PROCESS
 from training.small_runs import (
     identical_weights,
     interrupt_run,
@@ -81,7 +81,7 @@ def test_masked_patch_run_is_evaluated_on_held_out_images(images: Path, tmp_path
 def test_evaluation_masks_do_not_depend_on_repetition_or_batch_size(images: Path):
     config = override(photo_config(images), ["objective=masked-patch"])
     trainer = Trainer(prepare_run(config, SINGLE_PROCESS), SINGLE_PROCESS)
-    torch.nn.init.normal_(trainer.learner.guess.weight)
+    torch.nn.init.normal_(trainer.objective.guess.weight)
     first = trainer.evaluate()
     assert trainer.evaluate() == first
     trainer.batch_size = 3

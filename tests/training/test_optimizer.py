@@ -10,7 +10,7 @@ import torch
 import training.processes  # noqa: F401  limits oneDNN's instruction set before the first bfloat16 product
 from conftest import import_peer
 from torch import nn
-from training.small_learner import NET, SINGLE_PROCESS, Learner, backward
+from training.small_objective import NET, SINGLE_PROCESS, SmallObjective, backward
 
 from vitrail.config import BiTConfig, OptimConfig, PreprocessConfig, StemConfig, ViTConfig
 from vitrail.config.train import MaskedPatchConfig
@@ -33,23 +33,23 @@ class BareObjective(Objective):
         super().__init__(build(config, seed=0))
 
 
-def set_random_gradients(learner: nn.Module, step: int) -> dict[str, np.ndarray]:
+def set_random_gradients(objective: nn.Module, step: int) -> dict[str, np.ndarray]:
     """Give every trainable parameter a random gradient; returns the gradients by name."""
     g = torch.Generator().manual_seed(step)
     gradients = {}
-    for name, p in learner.named_parameters():
+    for name, p in objective.named_parameters():
         p.grad = torch.randn(p.shape, generator=g, dtype=torch.float64).to(p.dtype) if p.requires_grad else None
         gradients[name] = None if p.grad is None else p.grad.numpy().copy()
     return gradients
 
 
-def parameter_values(learner: nn.Module) -> dict[str, np.ndarray]:
-    return {name: p.detach().numpy().copy() for name, p in learner.named_parameters()}
+def parameter_values(objective: nn.Module) -> dict[str, np.ndarray]:
+    return {name: p.detach().numpy().copy() for name, p in objective.named_parameters()}
 
 
-def kernel_names(learner: nn.Module) -> set[str]:
+def kernel_names(objective: nn.Module) -> set[str]:
     """Names of all matrices called weight, found independently of the network's own list."""
-    return {n for n, p in learner.named_parameters() if n.endswith("weight") and p.ndim > 1}
+    return {n for n, p in objective.named_parameters() if n.endswith("weight") and p.ndim > 1}
 
 
 def adam(p: Any, m: Any, v: Any, g: Any, t: int, config: OptimConfig) -> tuple[Any, Any, Any]:
@@ -65,21 +65,21 @@ def test_adamw_matches_its_definition(decay_by: Any, layer_decay: float | None) 
     config = OptimConfig(
         lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, decay_by=decay_by, layer_decay=layer_decay
     )
-    learner = Learner().double()
-    optimizer, expected = make_optimizer(learner, config), parameter_values(learner)
+    objective = SmallObjective().double()
+    optimizer, expected = make_optimizer(objective, config), parameter_values(objective)
     moments = {name: (np.zeros_like(p), np.zeros_like(p)) for name, p in expected.items()}
     for t, factor in enumerate(LR_FACTORS, 1):
-        for name, g in set_random_gradients(learner, t).items():
+        for name, g in set_random_gradients(objective, t).items():
             net_name = name.removeprefix("net.")
-            layer = NET.depth + 1 if name == "scale" else learner.net.layer_id(net_name)
+            layer = NET.depth + 1 if name == "scale" else objective.net.layer_id(net_name)
             lr = 0.01 * (layer_decay or 1.0) ** (NET.depth + 1 - layer)
             p = expected[name]
             direction, *moments[name] = adam(p, *moments[name], g, t, config)  # type: ignore[assignment]
-            decay = 0.3 if name in kernel_names(learner) else 0.0
+            decay = 0.3 if name in kernel_names(objective) else 0.0
             # decay_by=schedule is big_vision's: decay is not multiplied by any learning rate
             expected[name] = p - factor * lr * direction - factor * (lr if decay_by == "lr" else 1.0) * decay * p
         optimizer.step(factor)
-    for name, got in parameter_values(learner).items():
+    for name, got in parameter_values(objective).items():
         np.testing.assert_allclose(got, expected[name], rtol=1e-12, atol=1e-13, err_msg=name)
 
 
@@ -88,12 +88,12 @@ def test_adamw_matches_its_definition(decay_by: Any, layer_decay: float | None) 
 @pytest.mark.parametrize("decay_by", ["lr", "schedule"])
 def test_sgd_matches_its_definition(decay_by: Any, momentum: float, nesterov: bool) -> None:
     config = OptimConfig(kind="sgd", lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=0.2, decay_by=decay_by)
-    learner = Learner().double()
-    optimizer, expected = make_optimizer(learner, config), parameter_values(learner)
+    objective = SmallObjective().double()
+    optimizer, expected = make_optimizer(objective, config), parameter_values(objective)
     momenta = {name: np.zeros_like(p) for name, p in expected.items()}
     for t, factor in enumerate(LR_FACTORS):
-        for name, g in set_random_gradients(learner, t).items():
-            p, decay = expected[name], 0.2 if name in kernel_names(learner) else 0.0
+        for name, g in set_random_gradients(objective, t).items():
+            p, decay = expected[name], 0.2 if name in kernel_names(objective) else 0.0
             if decay_by == "schedule":
                 p = p * (1 - factor * decay)
             else:
@@ -102,7 +102,7 @@ def test_sgd_matches_its_definition(decay_by: Any, momentum: float, nesterov: bo
             update = g + momentum * momenta[name] if nesterov else momenta[name]
             expected[name] = p - factor * 0.1 * update
         optimizer.step(factor)
-    for name, got in parameter_values(learner).items():
+    for name, got in parameter_values(objective).items():
         np.testing.assert_allclose(got, expected[name], rtol=1e-12, atol=1e-13, err_msg=name)
 
 
@@ -119,15 +119,15 @@ def newton_schulz(g: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("decay_by", ["lr", "schedule"])
 def test_muon_updates_block_matrices_and_adamw_the_rest(decay_by: Any) -> None:
     config = OptimConfig(kind="muon", lr=0.01, weight_decay=0.1, decay_by=decay_by)
-    learner = Learner().double()
-    optimizer, expected = make_optimizer(learner, config), parameter_values(learner)
-    muon_names = {n for n in kernel_names(learner) if n.startswith("net.blocks.")}
+    objective = SmallObjective().double()
+    optimizer, expected = make_optimizer(objective, config), parameter_values(objective)
+    muon_names = {n for n in kernel_names(objective) if n.startswith("net.blocks.")}
     assert {n.rsplit(".", 2)[1] for n in muon_names} == {"qkv", "out", "up", "down"}
     zeros = {name: np.zeros_like(p) for name, p in expected.items()}
     moments = {name: (z, z) for name, z in zeros.items()}
     for t, factor in enumerate(LR_FACTORS, 1):
-        for name, g in set_random_gradients(learner, t).items():
-            p, decay = expected[name], 0.1 if name in kernel_names(learner) else 0.0
+        for name, g in set_random_gradients(objective, t).items():
+            p, decay = expected[name], 0.1 if name in kernel_names(objective) else 0.0
             p = p - factor * (0.01 if decay_by == "lr" else 1.0) * decay * p
             if name in muon_names:
                 buffer = 0.95 * moments[name][0] + 0.05 * g
@@ -139,7 +139,7 @@ def test_muon_updates_block_matrices_and_adamw_the_rest(decay_by: Any) -> None:
                 direction, *moments[name] = adam(p, *moments[name], g, t, config)  # type: ignore[assignment]
             expected[name] = p - factor * 0.01 * direction
         optimizer.step(factor)
-    for name, got in parameter_values(learner).items():
+    for name, got in parameter_values(objective).items():
         np.testing.assert_allclose(got, expected[name], rtol=1e-10, atol=1e-12, err_msg=name)
     assert {n for n in optimizer.state_tensors() if n.startswith("momentum_buffer/")} == {
         f"momentum_buffer/{n}" for n in muon_names
@@ -147,15 +147,15 @@ def test_muon_updates_block_matrices_and_adamw_the_rest(decay_by: Any) -> None:
 
 
 def test_muon_matches_torch_up_to_bfloat16_rounding() -> None:
-    ours, theirs = Learner(), Learner()
+    ours, theirs = SmallObjective(), SmallObjective()
     optimizer = make_optimizer(ours, OptimConfig(kind="muon", lr=0.01))
     named, before = dict(theirs.named_parameters()), parameter_values(ours)
     block_matrices = [n for n in kernel_names(theirs) if n.startswith("net.blocks.")]
     muon = torch.optim.Muon(
         [named[n] for n in block_matrices], lr=0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
     )
-    for learner in (ours, theirs):
-        set_random_gradients(learner, 0)
+    for objective in (ours, theirs):
+        set_random_gradients(objective, 0)
     optimizer.step(1.0)
     muon.step()
     our_values, torch_values = parameter_values(ours), parameter_values(theirs)
@@ -166,7 +166,7 @@ def test_muon_matches_torch_up_to_bfloat16_rounding() -> None:
 
 @pytest.mark.parametrize("nesterov", [None, True, False])
 def test_muon_uses_nesterov_by_default(nesterov: bool | None) -> None:
-    optimizer = make_optimizer(Learner(), OptimConfig(kind="muon", nesterov=nesterov))
+    optimizer = make_optimizer(SmallObjective(), OptimConfig(kind="muon", nesterov=nesterov))
     assert {g["nesterov"] for g in optimizer.optimizers[0].param_groups} == {nesterov is not False}
 
 
@@ -177,13 +177,15 @@ def test_adamw_refuses_momentum_settings() -> None:
 
 
 def test_objective_parameters_have_layers_and_stay_frozen() -> None:
-    learner = MaskedPatchObjective(build(NET.replace(pool="map")), MaskedPatchConfig(), PreprocessConfig(image_size=16))
-    freeze(learner, "all")
-    assert not any(p.requires_grad for p in learner.net.pool.parameters())
-    optimizer = make_optimizer(learner, OptimConfig(lr=1.0, layer_decay=0.5, head_lr_factor=10.0))
+    objective = MaskedPatchObjective(
+        build(NET.replace(pool="map")), MaskedPatchConfig(), PreprocessConfig(image_size=16)
+    )
+    freeze(objective, "all")
+    assert not any(p.requires_grad for p in objective.net.pool.parameters())
+    optimizer = make_optimizer(objective, OptimConfig(lr=1.0, layer_decay=0.5, head_lr_factor=10.0))
     peak_lrs = {id(p): g["peak_lr"] for inner in optimizer.optimizers for g in inner.param_groups for p in g["params"]}
-    assert peak_lrs[id(learner.mask_token)] == peak_lrs[id(learner.net.patch.weight)] == 0.5 ** (NET.depth + 1)
-    assert peak_lrs[id(learner.guess.weight)] == 10.0
+    assert peak_lrs[id(objective.mask_token)] == peak_lrs[id(objective.net.patch.weight)] == 0.5 ** (NET.depth + 1)
+    assert peak_lrs[id(objective.guess.weight)] == 10.0
 
 
 def test_muon_without_block_matrices_is_refused() -> None:
@@ -205,17 +207,17 @@ def test_muon_without_block_matrices_is_refused() -> None:
 )
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_only_kernels_decay(config: ViTConfig | BiTConfig, kind: Any) -> None:
-    learner = BareObjective(config)
+    objective = BareObjective(config)
     with torch.no_grad():
-        for p in learner.parameters():
+        for p in objective.parameters():
             p.fill_(1.0)
-    optimizer = make_optimizer(learner, OptimConfig(kind=kind, lr=0.1, weight_decay=0.5))
-    for p in learner.parameters():
+    optimizer = make_optimizer(objective, OptimConfig(kind=kind, lr=0.1, weight_decay=0.5))
+    for p in objective.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step(1.0)
-    shrunk = {name for name, p in learner.named_parameters() if bool((p < 1).all())}
-    assert shrunk == kernel_names(learner)
-    assert all(bool((p == 1).all()) for n, p in learner.named_parameters() if n not in shrunk)
+    shrunk = {name for name, p in objective.named_parameters() if bool((p < 1).all())}
+    assert shrunk == kernel_names(objective)
+    assert all(bool((p == 1).all()) for n, p in objective.named_parameters() if n not in shrunk)
     undecayed = ("token", "registers", "positions", "norm", "bias", "scale", "probe")
     assert not [n for n in shrunk if any(word in n for word in undecayed)]
 
@@ -248,9 +250,9 @@ def test_layer_decay_matches_timm() -> None:
                 name = name.replace(old, new)
             expected[f"net.{name}"] = (group["lr_scale"], group["weight_decay"])
     expected["net.positions.0.prefix"] = expected["net.positions.0.table"]  # one tensor in timm, two in vitrail
-    learner = BareObjective(NET.replace(depth=3, num_registers=0, layer_scale=None))
-    optimizer = make_optimizer(learner, OptimConfig(lr=1.0, weight_decay=0.05, layer_decay=0.7))
-    ours = lr_and_decay(learner, optimizer)
+    objective = BareObjective(NET.replace(depth=3, num_registers=0, layer_scale=None))
+    optimizer = make_optimizer(objective, OptimConfig(lr=1.0, weight_decay=0.05, layer_decay=0.7))
+    ours = lr_and_decay(objective, optimizer)
     for name in ("net.norm.weight", "net.norm.bias"):  # like the head in MAE and BEiT, one layer below in timm
         assert ours.pop(name) == (1.0, 0.0)
         assert expected.pop(name) == (0.7, 0.0)
@@ -258,8 +260,8 @@ def test_layer_decay_matches_timm() -> None:
     assert len({scale for scale, _ in expected.values()}) == 5, "stem, three blocks, head"
 
 
-def lr_and_decay(learner: nn.Module, optimizer: Optimizer) -> dict[str, tuple[float, float]]:
-    names = {id(p): n for n, p in learner.named_parameters()}
+def lr_and_decay(objective: nn.Module, optimizer: Optimizer) -> dict[str, tuple[float, float]]:
+    names = {id(p): n for n, p in objective.named_parameters()}
     return {
         names[id(p)]: (group["peak_lr"], group["weight_decay"])
         for inner in optimizer.optimizers
@@ -269,10 +271,11 @@ def lr_and_decay(learner: nn.Module, optimizer: Optimizer) -> dict[str, tuple[fl
 
 
 def test_head_lr_factor_applies_to_the_head_and_objective_parameters() -> None:
-    learner = Learner()
-    learner.predict = nn.Linear(24, 7)
+    objective = SmallObjective()
+    objective.predict = nn.Linear(24, 7)
     groups = lr_and_decay(
-        learner, make_optimizer(learner, OptimConfig(lr=1.0, head_lr_factor=10.0, layer_decay=0.5, weight_decay=0.1))
+        objective,
+        make_optimizer(objective, OptimConfig(lr=1.0, head_lr_factor=10.0, layer_decay=0.5, weight_decay=0.1)),
     )
     assert {n for n, (lr, _) in groups.items() if lr == 10} == {
         "net.head.weight", "net.head.bias", "scale", "predict.weight", "predict.bias"
@@ -293,46 +296,46 @@ def test_head_lr_factor_applies_to_the_head_and_objective_parameters() -> None:
     ],
 )
 def test_only_trainable_parameters_change(trainable: Any, prefixes: tuple[str, ...]) -> None:
-    learner = Learner(config=ALL_OPTIONS).double()
-    freeze(learner, trainable)
-    expected = {n for n, _ in learner.named_parameters() if n.removeprefix("net.").startswith(prefixes)} | {"scale"}
-    assert {n for n, p in learner.named_parameters() if p.requires_grad} == expected
-    optimizer = make_optimizer(learner, OptimConfig(trainable=trainable, lr=0.1, weight_decay=0.1))
-    before = parameter_values(learner)
-    backward(learner, SINGLE_PROCESS, 0)
+    objective = SmallObjective(config=ALL_OPTIONS).double()
+    freeze(objective, trainable)
+    expected = {n for n, _ in objective.named_parameters() if n.removeprefix("net.").startswith(prefixes)} | {"scale"}
+    assert {n for n, p in objective.named_parameters() if p.requires_grad} == expected
+    optimizer = make_optimizer(objective, OptimConfig(trainable=trainable, lr=0.1, weight_decay=0.1))
+    before = parameter_values(objective)
+    backward(objective, SINGLE_PROCESS, 0)
     optimizer.step(1.0)
-    changed = {n for n, v in parameter_values(learner).items() if not np.array_equal(v, before[n])}
+    changed = {n for n, v in parameter_values(objective).items() if not np.array_equal(v, before[n])}
     assert changed == expected
     assert {n.partition("/")[2] for n in optimizer.state_tensors()} == expected
 
 
 def test_optimizer_ignores_untrainable_parameters_that_are_not_frozen() -> None:
-    learner = Learner().double()
-    optimizer = make_optimizer(learner, OptimConfig(trainable="head", lr=0.1))
-    backward(learner, SINGLE_PROCESS, 0)
-    before = parameter_values(learner)
+    objective = SmallObjective().double()
+    optimizer = make_optimizer(objective, OptimConfig(trainable="head", lr=0.1))
+    backward(objective, SINGLE_PROCESS, 0)
+    before = parameter_values(objective)
     optimizer.step(1.0)
-    assert {n for n, v in parameter_values(learner).items() if not np.array_equal(v, before[n])} <= {
+    assert {n for n, v in parameter_values(objective).items() if not np.array_equal(v, before[n])} <= {
         "net.head.weight", "net.head.bias", "scale"
     }  # fmt: skip
-    assert all(p.grad is None for p in learner.parameters()), "their gradients do not accumulate"
+    assert all(p.grad is None for p in objective.parameters()), "their gradients do not accumulate"
 
 
 def test_invalid_trainable_values_are_refused() -> None:
     with pytest.raises(ConfigError, match="trainable=3 blocks, but the network has 2; try trainable=all"):
-        freeze(Learner(), 3)
-    learner = BareObjective(NET.replace(num_classes=0))
-    freeze(learner, "head")
+        freeze(SmallObjective(), 3)
+    objective = BareObjective(NET.replace(num_classes=0))
+    freeze(objective, "head")
     with pytest.raises(ConfigError, match="every parameter is frozen"):
-        make_optimizer(learner, OptimConfig(trainable="head"))
+        make_optimizer(objective, OptimConfig(trainable="head"))
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e6, None])
 def test_gradient_clipping_matches_torch(max_norm: float | None) -> None:
-    ours, theirs = Learner(), Learner()
+    ours, theirs = SmallObjective(), SmallObjective()
     optimizer = make_optimizer(ours, OptimConfig())
-    for learner in (ours, theirs):
-        set_random_gradients(learner, 0)
+    for objective in (ours, theirs):
+        set_random_gradients(objective, 0)
     expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or float("inf"))
     assert torch.equal(optimizer.clip_grad_norm(max_norm), expected)
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
@@ -341,19 +344,19 @@ def test_gradient_clipping_matches_torch(max_norm: float | None) -> None:
 
 
 def test_step_without_gradients_changes_nothing() -> None:
-    learner = Learner()
-    optimizer, before = make_optimizer(learner, OptimConfig(weight_decay=0.1)), parameter_values(learner)
-    set_random_gradients(learner, 0)
+    objective = SmallObjective()
+    optimizer, before = make_optimizer(objective, OptimConfig(weight_decay=0.1)), parameter_values(objective)
+    set_random_gradients(objective, 0)
     optimizer.zero_grad()
     assert float(optimizer.clip_grad_norm(1.0)) == 0
     optimizer.step(1.0)
-    assert all(np.array_equal(v, before[n]) for n, v in parameter_values(learner).items())
+    assert all(np.array_equal(v, before[n]) for n, v in parameter_values(objective).items())
 
 
 @pytest.mark.parametrize("config", [{}, {"kind": "sgd"}, {"kind": "sgd", "momentum": 0.0}, {"kind": "muon"}], ids=str)
 def test_resumed_optimizer_continues_bit_for_bit_in_any_group_order(config: dict[str, Any]) -> None:
     config = {"lr": 0.01, "weight_decay": 0.1} | config
-    first, second = Learner(), Learner()
+    first, second = SmallObjective(), SmallObjective()
     first_optimizer = make_optimizer(first, OptimConfig(**config))
     for step in range(3):
         set_random_gradients(first, step)
@@ -361,25 +364,25 @@ def test_resumed_optimizer_continues_bit_for_bit_in_any_group_order(config: dict
     second.load_state_dict(first.state_dict())
     second_optimizer = make_optimizer(second, OptimConfig(**config))  # has taken no step
     second_optimizer.load_state_tensors({n: t.clone() for n, t in reversed(first_optimizer.state_tensors().items())})
-    regrouped = make_optimizer(Learner(), OptimConfig(layer_decay=0.5, head_lr_factor=3.0, **config))
+    regrouped = make_optimizer(SmallObjective(), OptimConfig(layer_decay=0.5, head_lr_factor=3.0, **config))
     regrouped.load_state_tensors(first_optimizer.state_tensors())  # the same names in other groups
     assert all(torch.equal(t, first_optimizer.state_tensors()[n]) for n, t in regrouped.state_tensors().items())
     for step in range(3, 6):
-        for learner, optimizer in ((first, first_optimizer), (second, second_optimizer)):
-            set_random_gradients(learner, step)
+        for objective, optimizer in ((first, first_optimizer), (second, second_optimizer)):
+            set_random_gradients(objective, step)
             optimizer.step(0.7)
     assert all(torch.equal(p, q) for p, q in zip(first.parameters(), second.parameters(), strict=True))
     assert all(torch.equal(t, second_optimizer.state_tensors()[n]) for n, t in first_optimizer.state_tensors().items())
 
 
 def test_state_exists_under_parameter_names_before_the_first_step() -> None:
-    learner = Learner()
-    optimizer = make_optimizer(learner, OptimConfig())
-    names = {n for n, _ in learner.named_parameters()}
+    objective = SmallObjective()
+    optimizer = make_optimizer(objective, OptimConfig())
+    names = {n for n, _ in objective.named_parameters()}
     assert set(optimizer.state_tensors()) == {
         f"{kind}/{n}" for kind in ("exp_avg", "exp_avg_sq", "step") for n in names
     }
-    set_random_gradients(learner, 0)
+    set_random_gradients(objective, 0)
     optimizer.step(1.0)
     state = optimizer.state_tensors()
     assert set(state) == {f"{kind}/{n}" for kind in ("exp_avg", "exp_avg_sq", "step") for n in names}
@@ -387,19 +390,19 @@ def test_state_exists_under_parameter_names_before_the_first_step() -> None:
 
 
 def test_steps_equal_torch_adamw_bit_for_bit() -> None:
-    ours, theirs = Learner(), Learner()
+    ours, theirs = SmallObjective(), SmallObjective()
     optimizer = make_optimizer(ours, OptimConfig(lr=0.01))
     adamw = torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0.0, fused=True)
     for step in range(3):
-        for learner in (ours, theirs):
-            set_random_gradients(learner, step)
+        for objective in (ours, theirs):
+            set_random_gradients(objective, step)
         optimizer.step(1.0)
         adamw.step()
     assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 def test_mismatched_state_is_refused_by_name() -> None:
-    optimizer = make_optimizer(Learner(), OptimConfig())
+    optimizer = make_optimizer(SmallObjective(), OptimConfig())
     state = optimizer.state_tensors()
     with pytest.raises(TrainError, match="the optimizer's tensors in the checkpoint lack 'step/scale'"):
         optimizer.load_state_tensors({n: t for n, t in state.items() if n != "step/scale"})

@@ -1,4 +1,4 @@
-"""DDP and FSDP over NCCL on one GPU match the unwrapped learner, and optimizer steps do not synchronize."""
+"""DDP and FSDP over NCCL on one GPU match the unwrapped objective, and optimizer steps do not synchronize."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from training.processes import Processes
-from training.small_learner import BATCH_SIZE, Learner, full_tensors, learner_config
+from training.small_objective import BATCH_SIZE, SmallObjective, full_tensors, objective_config
 
 from vitrail.config import TrainConfig
 from vitrail.runtime.distributed import DistributedContext
@@ -36,9 +36,9 @@ def random_images(device: torch.device) -> tuple[Tensor, Tensor]:
     )
 
 
-def run_steps(wrapped: nn.Module, learner: nn.Module, config: TrainConfig, device: torch.device) -> dict[str, Tensor]:
+def run_steps(wrapped: nn.Module, objective: nn.Module, config: TrainConfig, device: torch.device) -> dict[str, Tensor]:
     """Three steps, the last without GPU synchronization; returns all tensors of a checkpoint."""
-    optimizer, ema = make_optimizer(learner, config.optim), EMA(learner, 0.9)
+    optimizer, ema = make_optimizer(objective, config.optim), EMA(objective, 0.9)
     images, targets = random_images(device)
     for step in range(3):
         with torch.autocast("cuda", torch.bfloat16, enabled=config.precision == "bfloat16"):
@@ -50,21 +50,21 @@ def run_steps(wrapped: nn.Module, learner: nn.Module, config: TrainConfig, devic
         optimizer.step(0.5)
         ema.update(step)
         torch.cuda.set_sync_debug_mode("default")
-    state = {f"learner/{k}": v for k, v in learner.state_dict().items()}
+    state = {f"learner/{k}": v for k, v in objective.state_dict().items()}
     state |= {f"optim/{k}": v for k, v in optimizer.state_tensors().items()}
     return state | {f"ema/{k}": v for k, v in ema.state_tensors().items()}
 
 
 def compare_on_gpu(parallel: str, precision: str, compiled: bool, kind: str, folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # about TF32, the sync debug mode and compilation
-    config = learner_config(parallel, kind=kind).replace(precision=precision)
+    config = objective_config(parallel, kind=kind).replace(precision=precision)
     with DistributedContext.from_env("cuda") as distributed:
-        reference = Learner().to(distributed.device)
+        reference = SmallObjective().to(distributed.device)
         expected = full_tensors(run_steps(reference, reference, config, distributed.device))
-        learner = Learner().to(distributed.device)
-        wrapped = wrap(learner, config, distributed)
-        assert wrapped is not learner or parallel == "fsdp"
-        got = run_steps(torch.compile(wrapped) if compiled else wrapped, learner, config, distributed.device)  # type: ignore[arg-type]
+        objective = SmallObjective().to(distributed.device)
+        wrapped = wrap(objective, config, distributed)
+        assert wrapped is not objective or parallel == "fsdp"
+        got = run_steps(torch.compile(wrapped) if compiled else wrapped, objective, config, distributed.device)  # type: ignore[arg-type]
         save_sharded(Path(folder), got, distributed)
         reloaded = {name: torch.zeros_like(t) for name, t in got.items()}
         load_sharded(Path(folder), reloaded, distributed)
@@ -98,7 +98,7 @@ def compare_on_gpu(parallel: str, precision: str, compiled: bool, kind: str, fol
     ],
 )
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_group_of_one_gpu_matches_the_unwrapped_learner(
+def test_group_of_one_gpu_matches_the_unwrapped_objective(
     process: Processes, tmp_path: Path, parallel: str, precision: str, compiled: bool, kind: str, tolerance: float
 ) -> None:
     result = process.run(compare_on_gpu, parallel, precision, compiled, kind, str(tmp_path))[0]

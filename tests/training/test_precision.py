@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.small_learner import SINGLE_PROCESS
+from training.small_objective import SINGLE_PROCESS
 from training.small_runs import digits_config, interrupt_run, resume_run
 
 from vitrail.config import TrainConfig

@@ -15,7 +15,7 @@ from images import encoded
 from PIL import Image
 from small_models import model, small
 from training.processes import Processes
-from training.small_learner import SINGLE_PROCESS
+from training.small_objective import SINGLE_PROCESS
 from training.small_runs import (
     at_step,
     digits_config,

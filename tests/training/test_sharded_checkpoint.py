@@ -10,13 +10,13 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from training.processes import Processes
-from training.small_learner import (
+from training.small_objective import (
     SINGLE_PROCESS,
     Run,
     State,
     assert_tensors_close,
     full_tensors,
-    learner_config,
+    objective_config,
     train_steps,
 )
 
@@ -30,7 +30,7 @@ HALF, END = 3, 6
 def save_half(folder: str, parallel: str) -> State:
     """Run the first half and save it in a second thread while this one keeps communicating."""
     with DistributedContext.from_env("cpu") as distributed:
-        run = train_steps(distributed, learner_config(parallel), range(HALF))
+        run = train_steps(distributed, objective_config(parallel), range(HALF))
         tensors = {name: t.detach().clone() for name, t in run.tensors().items()}
         thread = threading.Thread(target=save_sharded, args=(Path(folder), tensors, distributed))
         thread.start()
@@ -52,7 +52,7 @@ def resume_from(folder: str, parallel: str, distributed: DistributedContext) -> 
         load_sharded(Path(folder), run.tensors(), distributed)
         loaded.update(full_tensors(run.tensors()))
 
-    run = train_steps(distributed, learner_config(parallel), range(HALF, END), before_first_step=load)
+    run = train_steps(distributed, objective_config(parallel), range(HALF, END), before_first_step=load)
     return loaded, run.losses, full_tensors(run.tensors())
 
 
@@ -68,7 +68,7 @@ def test_sharded_checkpoint_resumes_on_another_number_of_processes(
     four_processes: Processes, half_checkpoint: tuple[Path, State], parallel: str, world: int
 ) -> None:
     folder, expected = half_checkpoint
-    reference = train_steps(SINGLE_PROCESS, learner_config(), range(END))
+    reference = train_steps(SINGLE_PROCESS, objective_config(), range(END))
     for loaded, losses, final in four_processes.run(run_second_half, str(folder), parallel, world=world):
         assert all(torch.equal(loaded[name], value) for name, value in expected.items()), "loading is exact"
         assert losses == pytest.approx(reference.losses[HALF:], rel=1e-9)
@@ -79,15 +79,15 @@ def test_sharded_checkpoint_resumes_in_a_single_process(half_checkpoint: tuple[P
     folder, expected = half_checkpoint
     loaded, losses, _ = resume_from(str(folder), "ddp", SINGLE_PROCESS)
     assert all(torch.equal(loaded[name], value) for name, value in expected.items())
-    assert losses == pytest.approx(train_steps(SINGLE_PROCESS, learner_config(), range(END)).losses[HALF:], rel=1e-9)
+    assert losses == pytest.approx(train_steps(SINGLE_PROCESS, objective_config(), range(END)).losses[HALF:], rel=1e-9)
 
 
 def test_checkpoint_of_a_single_process_resumes_in_shards(four_processes: Processes, tmp_path: Path) -> None:
-    half = train_steps(SINGLE_PROCESS, learner_config(), range(HALF))
+    half = train_steps(SINGLE_PROCESS, objective_config(), range(HALF))
     save_sharded(tmp_path, half.tensors(), SINGLE_PROCESS)
     loaded, losses, _ = four_processes.run(run_second_half, str(tmp_path), "fsdp", world=2)[1]
     assert all(torch.equal(loaded[name], value) for name, value in half.tensors().items())
-    assert losses == pytest.approx(train_steps(SINGLE_PROCESS, learner_config(), range(END)).losses[HALF:], rel=1e-9)
+    assert losses == pytest.approx(train_steps(SINGLE_PROCESS, objective_config(), range(END)).losses[HALF:], rel=1e-9)
 
 
 def test_each_process_writes_only_its_shard_as_safetensors(half_checkpoint: tuple[Path, State]) -> None:
@@ -135,7 +135,7 @@ def test_mismatched_tensors_are_named(half_checkpoint: tuple[Path, State]) -> No
 
 def load_full_into_shards(state: State) -> tuple[State, bool, str]:
     with DistributedContext.from_env("cpu") as distributed:
-        run = train_steps(distributed, learner_config("fsdp"), range(1))
+        run = train_steps(distributed, objective_config("fsdp"), range(1))
         parts: dict[str, State] = {}
         for name, tensor in state.items():
             part, _, key = name.partition("/")
@@ -151,7 +151,7 @@ def load_full_into_shards(state: State) -> tuple[State, bool, str]:
 
 
 def test_full_tensors_are_loaded_into_shards_exactly(four_processes: Processes) -> None:
-    state = train_steps(SINGLE_PROCESS, learner_config(), range(HALF)).tensors()
+    state = train_steps(SINGLE_PROCESS, objective_config(), range(HALF)).tensors()
     for got, still_sharded, message in four_processes.run(load_full_into_shards, full_tensors(state), world=4):
         assert still_sharded
         for name, value in state.items():

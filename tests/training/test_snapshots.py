@@ -170,7 +170,7 @@ def test_full_disk_loses_a_snapshot_but_not_the_run(
 def test_run_stopped_by_patience_has_a_snapshot_of_its_last_step(tmp_path: Path):
     def negate_head(logger: Any) -> None:
         with torch.no_grad():
-            logger.trainer.learner.net.head.weight.mul_(-1e3)
+            logger.trainer.objective.net.head.weight.mul_(-1e3)
 
     with at_step(12, negate_head):
         result = train_run(snapshot_config(duration="60 steps", patience=1, evaluate_every="5 steps"), tmp_path / "run")

@@ -283,7 +283,7 @@ def train_and_randomize_head(config: dict[str, Any], folder: str) -> tuple[int |
 
     def randomize_head(logger: RunLogger) -> None:
         with torch.no_grad():
-            logger.trainer.learner.net.head.weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(1e3)
+            logger.trainer.objective.net.head.weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(1e3)
 
     with at_step(7, randomize_head):
         result = train_run(TrainConfig.from_dict(config), Path(folder) / os.environ["RANK"])

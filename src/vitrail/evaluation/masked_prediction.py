@@ -35,7 +35,7 @@ class MaskedPredictionScores:
 
 
 def measure_masked_prediction(
-    learner: nn.Module,
+    objective: nn.Module,
     batches: Iterable[Batch],
     *,
     preprocess: Preprocess,
@@ -43,20 +43,20 @@ def measure_masked_prediction(
     precision: str = "float32",
     reduce: Collective | None = None,
 ) -> MaskedPredictionScores:
-    """Evaluate a masked-patch learner on every image once.
+    """Evaluate a masked-patch objective on every image once.
 
     The corrupted patches depend only on the image's index, so measurements are comparable. `reduce` sums a tensor over
     processes.
     """
     parts: list[Tensor] = []
     names: list[str] = []
-    with eval_mode(learner), torch.no_grad():
-        dtype = next(p.dtype for p in learner.parameters())
+    with eval_mode(objective), torch.no_grad():
+        dtype = next(p.dtype for p in objective.parameters())
         for batch in batches:
             images = preprocess.normalize(batch.images).to(dtype)
             keys = rng.sample_seeds(seed, 0, batch.indices.clamp(min=0).numpy())
             with autocast(precision, images.device):
-                found = learner(images, batch.targets, batch.weights, rng.seeds_to_tensor(keys, images.device))
+                found = objective(images, batch.targets, batch.weights, rng.seeds_to_tensor(keys, images.device))
             names = list(found)
             parts.append(torch.stack([batch.weights.sum().to(found["loss"]), *found.values()]))
     sums = torch.stack(parts).cpu().double().sum(0)  # the only synchronization with a GPU

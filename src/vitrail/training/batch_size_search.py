@@ -18,7 +18,7 @@ MIN_SPEEDUP = 1.1
 
 
 def find_batch_size(
-    learner: nn.Module,
+    objective: nn.Module,
     net: Net,
     num_images: int,
     device: torch.device,
@@ -34,12 +34,12 @@ def find_batch_size(
     sizes = [n for n in (MIN_BATCH_SIZE << i for i in range(10)) if n <= most] or [1 << (most.bit_length() - 1)]
 
     def step(size: int) -> None:
-        _step(learner, net, size, device, dtype, multi_label)
+        _step(objective, net, size, device, dtype, multi_label)
 
     if device.type == "cpu":
         return smallest_fast_size(sizes, step)
     # Room for the optimizer's two moments and the EMA, which are not allocated yet.
-    numbers = sum(p.numel() for p in learner.parameters())
+    numbers = sum(p.numel() for p in objective.parameters())
     later = torch.empty(3 * numbers, dtype=dtype, device=device)
     found = largest_that_fits(sizes, step, _free_memory)
     del later
@@ -81,14 +81,16 @@ def smallest_fast_size(
     return found
 
 
-def _step(learner: nn.Module, net: Net, size: int, device: torch.device, dtype: torch.dtype, multi_label: bool) -> None:
+def _step(
+    objective: nn.Module, net: Net, size: int, device: torch.device, dtype: torch.dtype, multi_label: bool
+) -> None:
     config = net.config
     images = torch.rand(size, config.channels, *pair(config.image_size), device=device, dtype=dtype)
     keys = torch.zeros(size, dtype=torch.int64, device=device)
     targets = torch.zeros(size, config.num_classes, device=device) if multi_label else keys
-    sums: dict[str, Tensor] = learner(images, targets, torch.ones(size, device=device), keys)
+    sums: dict[str, Tensor] = objective(images, targets, torch.ones(size, device=device), keys)
     sums["loss"].backward()
-    for parameter in learner.parameters():
+    for parameter in objective.parameters():
         parameter.grad = None
 
 

@@ -107,7 +107,7 @@ def describe_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 class CheckpointManager:
     """Writes and finds a run's checkpoints. Every process calls each method; the main process writes.
 
-    Of a sharded learner each process writes its shards, and training waits for that.
+    Of a sharded objective each process writes its shards, and training waits for that.
     """
 
     def __init__(self, folder: Path, distributed: DistributedContext) -> None:

@@ -17,15 +17,15 @@ from vitrail.training.parallel import copy_into, local_tensor
 class EMA:
     """After each step, average = decay * average + (1 - decay) * weights, for all trainable parameters.
 
-    Created after `wrap`: for a sharded learner each process averages its shards. With `warmup` the decay is at most
-    (1 + step) / (10 + step), since the initial values would otherwise stay in the average for thousands of steps.
+    Created after `parallel.wrap`: for a sharded objective each process averages its shards. With `warmup` the decay is
+    at most (1 + step) / (10 + step): the initial values would otherwise stay in the average for thousands of steps.
     """
 
-    def __init__(self, learner: nn.Module, decay: float, *, warmup: bool = True) -> None:
+    def __init__(self, objective: nn.Module, decay: float, *, warmup: bool = True) -> None:
         self.decay, self.warmup = decay, warmup
-        self.weights = {name: p.detach() for name, p in learner.named_parameters() if p.requires_grad}
+        self.weights = {name: p.detach() for name, p in objective.named_parameters() if p.requires_grad}
         self.average = {name: p.clone() for name, p in self.weights.items()}
-        self._remembering = [m for m in learner.modules() if isinstance(m, CachedModule)]
+        self._cached_modules = [m for m in objective.modules() if isinstance(m, CachedModule)]
         self._swapped = False
 
     def decay_at(self, step: int) -> float:
@@ -39,7 +39,7 @@ class EMA:
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """Context in which the learner has the averaged weights; on exit its own are restored exactly."""
+        """Context in which the objective has the averaged weights; on exit its own are restored exactly."""
         if self._swapped:
             raise TrainError("the averaged weights are already in use.")
         self._swap_in_place()
@@ -60,12 +60,12 @@ class EMA:
     @torch.no_grad()
     def _swap_in_place(self) -> None:
         """Swap in place, one tensor at a time: FSDP, CUDA graphs and DDP refer to the weights by address."""
-        for name, weight in self.weights.items():
-            mine, other = local_tensor(weight), local_tensor(self.average[name])
-            kept = mine.clone()
-            mine.copy_(other)
-            other.copy_(kept)
-        for module in self._remembering:  # what they kept was made from the other weights
+        for name, parameter in self.weights.items():
+            weight, average = local_tensor(parameter), local_tensor(self.average[name])
+            previous = weight.clone()
+            weight.copy_(average)
+            average.copy_(previous)
+        for module in self._cached_modules:  # what they cached was computed from the other weights
             module.train(module.training)
         self._swapped = not self._swapped
 

@@ -1,7 +1,7 @@
 """The optimizer: which parameters are trainable, their learning rates and weight decay, gradient clipping.
 
-Weight decay applies to weight matrices only (`learner.decayed_parameters()`). With `layer_decay` the learning rate
-decreases from layer to layer below the head (`learner.layer_id(name)`); the head and the parameters of the objective
+Weight decay applies to weight matrices only (`objective.decayed_parameters()`). With `layer_decay` the learning rate
+decreases from layer to layer below the head (`objective.layer_id(name)`); the head and the parameters of the objective
 itself have `head_lr_factor` times the learning rate. The update rules are torch's. `Optimizer` stores their state by
 parameter name and allocates it at the start, so that a checkpoint does not depend on the order of groups or on a first
 step.
@@ -33,51 +33,51 @@ FUSED_DEVICES = {"cpu", "cuda", "mps"}
 SGD_MOMENTUM, MUON_MOMENTUM = 0.9, 0.95
 
 
-def freeze(learner: Objective, train: str | int) -> None:
+def freeze(objective: Objective, trainable: str | int) -> None:
     """Disable gradients for all parameters that are not trainable, in addition to those the objective has frozen.
 
-    To be called before `wrap`: DDP waits for the gradients of all parameters that require them.
+    To be called before `parallel.wrap`: DDP waits for the gradients of all parameters that require them.
     """
-    names = trainable_names(learner, train)
-    for name, parameter in learner.named_parameters():
+    names = trainable_names(objective, trainable)
+    for name, parameter in objective.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name in names)
 
 
-def trainable_names(learner: Objective, train: str | int) -> set[str]:
+def trainable_names(objective: Objective, trainable: str | int) -> set[str]:
     """Names of the trainable parameters.
 
     "head": the head (both heads of a distilled network, and a pre-logits layer); a number N: also the last N blocks,
     the final norm and the pooling. Parameters of the objective itself are always trainable.
     """
-    names = {name for name, _ in learner.named_parameters()}
-    if train == "all":
+    names = {name for name, _ in objective.named_parameters()}
+    if trainable == "all":
         return names
-    top = learner.layer_id(TOP_PARAMETER)
-    if isinstance(train, int) and train >= top:
-        raise ConfigError(f"trainable={train} blocks, but the network has {top - 1}; try trainable=all.")
-    lowest = top - train if isinstance(train, int) and train > 0 else top + 1
+    top = objective.layer_id(TOP_PARAMETER)
+    if isinstance(trainable, int) and trainable >= top:
+        raise ConfigError(f"trainable={trainable} blocks, but the network has {top - 1}; try trainable=all.")
+    lowest = top - trainable if isinstance(trainable, int) and trainable > 0 else top + 1
     return {
         name
         for name in names
-        if _is_objective_parameter(name) or _is_head_parameter(name) or learner.layer_id(name) >= lowest
+        if _is_objective_parameter(name) or _is_head_parameter(name) or objective.layer_id(name) >= lowest
     }
 
 
-def make_optimizer(learner: Objective, config: OptimConfig) -> Optimizer:
-    """An optimizer for the trainable parameters; to be called after `wrap`, which may shard them."""
-    return Optimizer(learner, config)
+def make_optimizer(objective: Objective, config: OptimConfig) -> Optimizer:
+    """An optimizer for the trainable parameters. Call it after `parallel.wrap`, which may shard them."""
+    return Optimizer(objective, config)
 
 
 class Optimizer:
     """Call `clip_grad_norm`, then `step(schedule(step))`; to skip a step, call `zero_grad` instead."""
 
-    def __init__(self, learner: Objective, config: OptimConfig) -> None:
-        names = trainable_names(learner, config.trainable)
-        self.all_parameters = list(learner.parameters())
-        self.parameters = {n: p for n, p in learner.named_parameters() if n in names and p.requires_grad}
+    def __init__(self, objective: Objective, config: OptimConfig) -> None:
+        names = trainable_names(objective, config.trainable)
+        self.all_parameters = list(objective.parameters())
+        self.parameters = {n: p for n, p in objective.named_parameters() if n in names and p.requires_grad}
         if not self.parameters:
             raise ConfigError("every parameter is frozen; try optim.trainable=all.")
-        self.optimizers = _make_optimizers(learner, self.parameters, config)
+        self.optimizers = _make_optimizers(objective, self.parameters, config)
         for optimizer in self.optimizers:
             _init_state(optimizer)
 
@@ -131,9 +131,9 @@ class Optimizer:
 
 
 def _make_optimizers(
-    learner: Objective, parameters: dict[str, nn.Parameter], config: OptimConfig
+    objective: Objective, parameters: dict[str, nn.Parameter], config: OptimConfig
 ) -> list[torch.optim.Optimizer]:
-    groups = _parameter_groups(learner, parameters, config)
+    groups = _parameter_groups(objective, parameters, config)
     muon, others = ([g for g in groups if g["use_muon"] == which] for which in (True, False))
     fused = {p.device.type for p in parameters.values()} <= FUSED_DEVICES
     optimizers: list[torch.optim.Optimizer] = []
@@ -155,13 +155,13 @@ def _make_optimizers(
 
 
 def _parameter_groups(
-    learner: Objective, parameters: dict[str, nn.Parameter], config: OptimConfig
+    objective: Objective, parameters: dict[str, nn.Parameter], config: OptimConfig
 ) -> list[dict[str, Any]]:
     """torch parameter groups: parameters with the same update rule, peak learning rate and weight decay."""
-    decayed, top = learner.decayed_parameters(), learner.layer_id(TOP_PARAMETER)
+    decayed, top = objective.decayed_parameters(), objective.layer_id(TOP_PARAMETER)
     grouped: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        depth, decays = learner.layer_id(name), name in decayed
+        depth, decays = objective.layer_id(name), name in decayed
         muon = config.kind == "muon" and decays and parameter.ndim == 2 and 0 < depth < top
         scale = (config.layer_decay or 1.0) ** (top - depth)
         if depth == top and (_is_objective_parameter(name) or _is_head_parameter(name)):

@@ -1,6 +1,6 @@
-"""Data parallelism: the learner wrapped with DDP or FSDP2, and tensors that may be sharded.
+"""Data parallelism: the objective wrapped with DDP or FSDP2, and tensors that may be sharded.
 
-A learner is an `Objective`: the network together with its loss.
+An `Objective` is a network together with its loss.
 """
 
 from __future__ import annotations
@@ -25,75 +25,75 @@ FSDP_UNITS = (Block, PreActBottleneck, Bottleneck)
 """The modules that FSDP shards and gathers one at a time."""
 
 
-def wrap(learner: nn.Module, config: TrainConfig, distributed: DistributedContext) -> nn.Module:
-    """The learner wrapped with DDP or FSDP2; the learner itself for a single process.
+def wrap(objective: nn.Module, config: TrainConfig, distributed: DistributedContext) -> nn.Module:
+    """The objective wrapped with DDP or FSDP2; the objective itself for a single process.
 
     Gradients are averaged over processes, so each process multiplies its loss by `distributed.world_size`. Parameters
     must be frozen before and the optimizer created after, since sharding replaces the parameters. Every process builds
-    the same learner from the seed and keeps its shard, so the initial values do not depend on the number of processes.
+    the same objective from the seed and keeps its shard: the initial values do not depend on the number of processes.
     """
     if distributed.checkpoint_group is None:
         if config.parallel != "auto":
             warn_once([f"parallel={config.parallel} has no effect in a single process; start several with torchrun"])
-        return learner
+        return objective
     if config.parallel == "fsdp":
-        return _shard(learner, distributed, bfloat16=config.precision == "bfloat16")
+        return _shard(objective, distributed, bfloat16=config.precision == "bfloat16")
     return DistributedDataParallel(
-        learner,
+        objective,
         device_ids=[distributed.device.index] if distributed.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
     )
 
 
-def _shard(learner: nn.Module, distributed: DistributedContext, bfloat16: bool) -> nn.Module:
+def _shard(objective: nn.Module, distributed: DistributedContext, bfloat16: bool) -> nn.Module:
     """Shard each FSDP unit, then the remaining parameters."""
     # The units' weights are gathered as bfloat16, the dtype in which autocast computes with them anyway; the other
     # parameters (positions, tokens, norms, heads) keep their precision. Gradients are reduced in float32 or more.
     lighter = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
-    for module in learner.modules():
+    for module in objective.modules():
         if isinstance(module, FSDP_UNITS):
             fully_shard(
                 module, mesh=distributed.mesh, reshard_after_forward=True, mp_policy=lighter if bfloat16 else exact
             )
-    fully_shard(learner, mesh=distributed.mesh, reshard_after_forward=True, mp_policy=exact)
+    fully_shard(objective, mesh=distributed.mesh, reshard_after_forward=True, mp_policy=exact)
     # Evaluation calls the network without the loss; FSDP must gather the weights for that call too. It computes in
     # the dtype in which the units are gathered, in any requested precision.
-    learner.predict = MethodType(_predict_bfloat16 if bfloat16 else _predict, learner)  # type: ignore[assignment]
-    register_fsdp_forward_method(learner, "predict")
-    return learner
+    objective.predict = MethodType(_predict_bfloat16 if bfloat16 else _predict, objective)  # type: ignore[assignment]
+    register_fsdp_forward_method(objective, "predict")
+    return objective
 
 
-def _predict(learner: nn.Module, images: Tensor) -> Tensor:
-    assert isinstance(learner.net, nn.Module)
-    logits: Tensor = learner.net(images)
+def _predict(objective: nn.Module, images: Tensor) -> Tensor:
+    assert isinstance(objective.net, nn.Module)
+    logits: Tensor = objective.net(images)
     return logits
 
 
-def _predict_bfloat16(learner: nn.Module, images: Tensor) -> Tensor:
+def _predict_bfloat16(objective: nn.Module, images: Tensor) -> Tensor:
     with torch.autocast(images.device.type, torch.bfloat16):
-        return _predict(learner, images)
+        return _predict(objective, images)
 
 
 class ShardedNetwork(nn.Module):
-    """The network of a sharded learner, for evaluation: FSDP gathers its weights during the forward pass.
+    """The network of a sharded objective, for evaluation: FSDP gathers its weights during the forward pass.
 
     It never runs in inference mode: the next training step could not write to tensors created there.
     """
 
-    def __init__(self, learner: nn.Module) -> None:
+    def __init__(self, objective: nn.Module) -> None:
         super().__init__()
-        self.learner = learner
-        self.config = learner.net.config  # type: ignore[union-attr]
+        self.objective = objective
+        self.config = objective.net.config  # type: ignore[union-attr]
 
     def forward(self, images: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            logits: Tensor = self.learner.predict(images)  # type: ignore[operator]
+            logits: Tensor = self.objective.predict(images)  # type: ignore[operator]
         return logits
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The learner inside DDP and `torch.compile`."""
+    """The objective inside DDP and `torch.compile`."""
     while True:
         inside = getattr(module, "_orig_mod", None) or (
             module.module if isinstance(module, DistributedDataParallel) else None
@@ -104,12 +104,12 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def evaluation_network(wrapped: nn.Module) -> nn.Module:
-    """The network to evaluate: the learner's `net`, as a ShardedNetwork if it is sharded."""
-    learner = unwrap(wrapped)
-    if isinstance(learner, FSDPModule):
-        return ShardedNetwork(learner)
-    assert isinstance(learner.net, nn.Module)
-    return learner.net
+    """The network to evaluate: the objective's `net`, as a ShardedNetwork if it is sharded."""
+    objective = unwrap(wrapped)
+    if isinstance(objective, FSDPModule):
+        return ShardedNetwork(objective)
+    assert isinstance(objective.net, nn.Module)
+    return objective.net
 
 
 def gradient_sync(wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:

@@ -54,8 +54,8 @@ class RunLogger:
             model_origin={"family": info.family, "origin": info.origin},
             num_images=trainer.num_images or None,
             data_fingerprint=trainer.setup.data_fingerprint,
-            teacher_checksum=trainer.learner.teacher.checksum
-            if isinstance(trainer.learner, DistillObjective)
+            teacher_checksum=trainer.objective.teacher.checksum
+            if isinstance(trainer.objective, DistillObjective)
             else None,
             total_steps=trainer.total_steps,
         )
@@ -125,7 +125,7 @@ class RunLogger:
         seed_rngs(self.config.seed, rank, progress.step)
         if progress.environment.get("processes") == world:
             set_rng_states(tensors, self.trainer.device, rank)
-        elif any(getattr(module, "attention_dropout", 0) for module in self.trainer.learner.net.modules()):
+        elif any(getattr(module, "attention_dropout", 0) for module in self.trainer.objective.net.modules()):
             warn_once(["on another number of processes attention_dropout draws other masks than before"])
 
     def _open(self) -> None:

@@ -47,7 +47,7 @@ class SnapshotWriter:
             step in find_snapshots(self.folder)
         ):
             return
-        tensors = self.trainer.model_weights()  # by all processes, which gather a sharded learner
+        tensors = self.trainer.model_weights()  # by all processes, which gather a sharded objective
         if self.distributed.is_main:
             self.writing = self.pool.submit(self._write, self.trainer.build_model(tensors), self.folder / f"{step:08d}")
 

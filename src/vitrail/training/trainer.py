@@ -1,4 +1,4 @@
-"""The components of a run: learner, optimizer, schedule, EMA, augmentation; their evaluation and their state."""
+"""The components of a run: objective, optimizer, schedule, EMA, augmentation; their evaluation and their state."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Trainer:
         self.dtype = torch.float64 if config.precision == "float64" else torch.float32
         self.preprocess = Preprocess(setup.info.preprocess)
         setup.net.gradient_checkpointing = config.gradient_checkpointing
-        self.learner = make_objective(
+        self.objective = make_objective(
             config,
             setup.net.train(),
             setup.info.preprocess,
@@ -79,7 +79,7 @@ class Trainer:
             device=self.device,
             custom=setup.objective,
         ).to(self.device, self.dtype)
-        freeze(self.learner, config.optim.trainable)
+        freeze(self.objective, config.optim.trainable)
         if config.batch_size == "auto":
             config = config.replace(batch_size=self._find_batch_size())
             self.setup, self.config = replace(setup, config=config), config
@@ -88,13 +88,13 @@ class Trainer:
         self.intervals = {name: max(self.to_steps(name), 1) for name in INTERVALS if getattr(config, name) is not None}
         graphs = config.compile == "graphs"
         if config.compile and (not graphs or self.device.type == "cuda"):
-            self.learner.compile(dynamic=False, mode="reduce-overhead" if graphs else None)
-        self.wrapped = wrap(self.learner, config, distributed)
-        self.optimizer = make_optimizer(self.learner, config.optim)
+            self.objective.compile(dynamic=False, mode="reduce-overhead" if graphs else None)
+        self.wrapped = wrap(self.objective, config, distributed)
+        self.optimizer = make_optimizer(self.objective, config.optim)
         self.schedule = LRSchedule(
             config.schedule, total_steps=self.total_steps, batch_size=self.batch_size, num_images=self.num_images
         )
-        self.ema = EMA(self.learner, config.ema) if config.ema else None
+        self.ema = EMA(self.objective, config.ema) if config.ema else None
         self.should_stop: Callable[[], bool] = lambda: False
         """Whether to interrupt an evaluation; the same in all processes."""
         self.on_evaluation_batch: Callable[[int, int], None] = lambda done, total: None
@@ -270,17 +270,17 @@ class Trainer:
         return self.ema.swap() if self.ema is not None else nullcontext()
 
     def state_tensors(self) -> Tensors:
-        """The state of the learner, its EMA and the optimizer, by name."""
+        """The state of the objective, its EMA and the optimizer, by name."""
         average = self.ema.state_tensors() if self.ema is not None else {}
         return {
-            **add_prefix("learner", self.learner.state_dict()),
+            **add_prefix("learner", self.objective.state_dict()),
             **add_prefix("average", average),
             **add_prefix("optimizer", self.optimizer.state_tensors()),
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `state_tensors` returned, on any number of processes."""
-        current, saved = self.learner.state_dict(), select_prefix("learner", tensors)
+        current, saved = self.objective.state_dict(), select_prefix("learner", tensors)
         check_same_tensors("the weights", saved, current)
         for name, tensor in saved.items():
             copy_into(current[name], tensor)
@@ -291,12 +291,12 @@ class Trainer:
     def model_weights(self) -> Tensors:
         """The full weights of the network, from the EMA if there is one."""
         with self.ema_weights():
-            state = self.learner.state_dict()
+            state = self.objective.state_dict()
             return {n.removeprefix("net."): full_tensor(t).clone() for n, t in state.items() if n.startswith("net.")}
 
     def build_model(self, tensors: Mapping[str, Tensor]) -> Net:
         """A separate network with these weights, on the CPU in float32."""
-        net = build(self.learner.net.config, meta=True)
+        net = build(self.objective.net.config, meta=True)
         # Tensors read from a checkpoint are memory-mapped and may be unaligned.
         weights = {name: align_tensor(t.to("cpu", torch.float32)) for name, t in tensors.items()}
         net.load_state_dict(weights, assign=True)
@@ -329,7 +329,7 @@ class Trainer:
             multi_label = self.setup.splits.train.multi_label
             with self.autocast():
                 size = find_batch_size(
-                    self.learner, self.learner.net, images, self.device, self.dtype, multi_label=multi_label
+                    self.objective, self.objective.net, images, self.device, self.dtype, multi_label=multi_label
                 )
             warn_once([f"batch_size=auto: using batch_size={size * num_micro_batches}"])
         return int(self.distributed.broadcast_object(size)) * num_micro_batches
@@ -337,9 +337,9 @@ class Trainer:
     @property
     def flops_per_image(self) -> float:
         """FLOPs of training on one image: forward, backward through the trainable part, and the teacher's forward."""
-        teacher = self.learner.teacher if isinstance(self.learner, DistillObjective) else None
+        teacher = self.objective.teacher if isinstance(self.objective, DistillObjective) else None
         teacher_flops = count_flops(teacher.net.config, teacher.size) if teacher is not None else 0
-        return training_flops(self.learner.net.config, self.config.optim.trainable) + teacher_flops
+        return training_flops(self.objective.net.config, self.config.optim.trainable) + teacher_flops
 
 
 def _check_batch_size(config: TrainConfig, processes: int, images: int) -> int:

@@ -68,7 +68,7 @@ def distill(kind: str = "hard", distilled: bool = True) -> DistillObjective:
 
 
 DROP_RATES = {"dropout": 0.2, "drop_path": 0.3}
-LEARNERS = {
+OBJECTIVES = {
     "softmax": classify,
     "sigmoid": lambda: classify("sigmoid"),
     "balanced": lambda: classify(class_weights="balanced"),

@@ -1,4 +1,4 @@
-"""A small learner and short training runs of it, in one process or in a group."""
+"""A small objective and short training runs of it, in one process or in a group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SINGLE_PROCESS = DistributedContext(torch.device("cpu"))
 State = dict[str, Tensor]
 
 
-class Learner(Objective):
+class SmallObjective(Objective):
     """A network, and one parameter of the objective itself."""
 
     def __init__(self, seed: int = 0, config: ViTConfig = NET) -> None:
@@ -41,7 +41,7 @@ class Learner(Objective):
         return {"loss": F.cross_entropy(logits, targets, reduction="sum")}
 
 
-def learner_config(parallel: str = "auto", **optim: Any) -> TrainConfig:
+def objective_config(parallel: str = "auto", **optim: Any) -> TrainConfig:
     return TrainConfig(model=NET, parallel=parallel, optim=OptimConfig(**{"lr": 1e-3, "weight_decay": 0.1} | optim))
 
 
@@ -68,7 +68,7 @@ def backward(wrapped: nn.Module, distributed: DistributedContext, step: int, mic
 class Run:
     """The objects of a run after some steps."""
 
-    learner: Learner
+    objective: SmallObjective
     wrapped: nn.Module
     optimizer: Optimizer
     ema: EMA
@@ -76,7 +76,7 @@ class Run:
 
     def tensors(self) -> State:
         """All tensors of a checkpoint, sharded if the run is sharded."""
-        state = {f"learner/{k}": v for k, v in self.learner.state_dict().items()}
+        state = {f"learner/{k}": v for k, v in self.objective.state_dict().items()}
         state |= {f"optim/{k}": v for k, v in self.optimizer.state_tensors().items()}
         return state | {f"ema/{k}": v for k, v in self.ema.state_tensors().items()}
 
@@ -89,10 +89,10 @@ def train_steps(
     decay: float = 0.9,
 ) -> Run:
     """Train for some steps; `before_first_step` is called with the run."""
-    learner = Learner().double()
-    freeze(learner, config.optim.trainable)
-    wrapped = wrap(learner, config, distributed)
-    run = Run(learner, wrapped, make_optimizer(learner, config.optim), EMA(learner, decay), [])
+    objective = SmallObjective().double()
+    freeze(objective, config.optim.trainable)
+    wrapped = wrap(objective, config, distributed)
+    run = Run(objective, wrapped, make_optimizer(objective, config.optim), EMA(objective, decay), [])
     if before_first_step is not None:
         before_first_step(run)
     for step in steps:
