@@ -166,10 +166,14 @@ def test_second_interrupt_raises_keyboard_interrupt(number: signal.Signals):
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGHUP"])
 def test_sigusr1_and_sighup_request_a_stop(tmp_path: Path, name: str):
-    with at_step(3, signal_sender(signal.Signals[name])):
-        result = train_run(digits_config(6), tmp_path / "run")
-    assert (result.stop_reason, result.resume_step) == (name, 3)
-    assert signal.getsignal(signal.Signals[name]) == signal.SIG_DFL
+    before = signal.signal(signal.Signals[name], signal.SIG_DFL)  # under nohup, SIGHUP is ignored
+    try:
+        with at_step(3, signal_sender(signal.Signals[name])):
+            result = train_run(digits_config(6), tmp_path / "run")
+        assert (result.stop_reason, result.resume_step) == (name, 3)
+        assert signal.getsignal(signal.Signals[name]) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.Signals[name], before)
 
 
 def test_custom_handler_of_a_rare_signal_is_kept(tmp_path: Path):
