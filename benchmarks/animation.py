@@ -20,9 +20,9 @@ from matplotlib.artist import Artist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
-from vitrail.explain.animation import FRAME_MS, TITLES, Timeline, _progress, _scene, draw_animation
+from vitrail.explain.animation import FRAME_MS, TITLES, Timeline, _draw_panel, _progress, draw_animation
 from vitrail.explain.canvas import DPI, new_figure, set_title
-from vitrail.explain.timeline import Moment
+from vitrail.explain.timeline import Snapshot
 
 FRAMES = 30
 
@@ -33,25 +33,25 @@ def make_timeline() -> Timeline:
     values = np.stack([np.exp(-(distance**2) / (60 - 1.5 * i)) + 0.02 * rng.random((14, 14)) for i in range(FRAMES)])
     values /= values.sum((1, 2), keepdims=True)
     pixels = np.stack([np.add.outer(image, image) / 2, np.tile(image, (224, 1)), np.tile(image, (224, 1)).T], -1)
-    moments = [Moment(10 * i, i / 2, None) for i in range(FRAMES)]
+    snapshots = [Snapshot(10 * i, i / 2, None) for i in range(FRAMES)]
     measured = [(i / 2, 1 - 0.9 * np.exp(-i / 8)) for i in range(1, FRAMES)]
-    return Timeline("rollout", {"rollout": values}, moments, "digits: ViT", measured, pixels.astype(np.uint8))
+    return Timeline("rollout", {"rollout": values}, snapshots, "digits: ViT", measured, pixels.astype(np.uint8))
 
 
 def draw_with_matplotlib(timeline: Timeline, path: Path) -> None:
     figure = new_figure(5.0, 4.0)
     set_title(figure, TITLES[timeline.subject], timeline.about)
     panel, bar = figure.subfigures(2, 1, height_ratios=(4, 1))
-    shows = [_scene(panel, timeline), _progress(bar.subplots(), timeline)]
+    setters = [_draw_panel(panel, timeline), _progress(bar.subplots(), timeline)]
     FigureCanvasAgg(figure).draw()
     figure.set_layout_engine("none")
 
-    def show(now: int) -> list[Artist]:
-        for each in shows:
-            each(now)
+    def set_frame(frame: int) -> list[Artist]:
+        for draw in setters:
+            draw(frame)
         return []
 
-    animation = FuncAnimation(figure, show, frames=FRAMES, init_func=lambda: [])
+    animation = FuncAnimation(figure, set_frame, frames=FRAMES, init_func=lambda: [])
     animation.save(path, writer=PillowWriter(fps=1000 / FRAME_MS), dpi=DPI)
 
 

@@ -10,7 +10,7 @@ from small_models import small
 
 from vitrail.config import BiTConfig, StemConfig
 from vitrail.errors import ModelError
-from vitrail.explain import filters, position_similarity
+from vitrail.explain import filter_components, position_similarity
 from vitrail.explain.positions import SIMILARITY_MEANING
 from vitrail.models import build
 
@@ -89,7 +89,7 @@ def test_network_without_positions_is_an_error():
 
 def test_filters_are_the_principal_components_of_the_patch_projection():
     net = randomized(build(small()))
-    patterns, shares = filters(net, 5)
+    patterns, shares = filter_components(net, 5)
     matrix = net.patch.weight.detach().double().flatten(1).numpy()
     values, vectors = np.linalg.eigh(np.cov(matrix.T, bias=True))
     np.testing.assert_allclose(shares, values[::-1][:5] / values.sum(), rtol=1e-6)
@@ -101,4 +101,4 @@ def test_filters_are_the_principal_components_of_the_patch_projection():
 def test_filters_of_a_hybrid_are_an_error():
     net = build(small(image_size=64, patch_size=1, stem=StemConfig(layers=(1, 1), width_factor=0.5)))
     with pytest.raises(ModelError, match="those of a ResNet"):
-        filters(net)
+        filter_components(net)

@@ -28,15 +28,15 @@ from vitrail.explain.animation import (
     filter_grid,
     save_gif,
     similarity_grid,
-    strip_moments,
+    strip_frame_indices,
 )
 from vitrail.explain.canvas import COLORS, FAINT, HEAT, INK, QUIET
 from vitrail.explain.distance import attention_distance, uniform_distance
-from vitrail.explain.filters import filters
+from vitrail.explain.filters import filter_components
 from vitrail.explain.positions import position_similarity
 from vitrail.explain.rollout import rollout_map
-from vitrail.explain.timeline import SUBJECTS, Moment, align_filters, frames
-from vitrail.figures.run_timeline import timeline
+from vitrail.explain.timeline import SUBJECTS, Snapshot, align_filters, compute_frames
+from vitrail.figures.run_timeline import draw_timelines
 from vitrail.models import build
 from vitrail.weights import checkpoint
 from vitrail.weights.model_info import ModelInfo
@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def draw_timeline(folder: Path, **changes: Any) -> dict[str, Path]:
-    return {path.name: path for path in timeline(folder, folder.parent / "figures", **changes)}
+    return {path.name: path for path in draw_timelines(folder, folder.parent / "figures", **changes)}
 
 
 # Arrays
@@ -65,7 +65,7 @@ def draw_timeline(folder: Path, **changes: Any) -> dict[str, Path]:
 def test_frames_equal_the_arrays_of_each_network():
     nets = [randomized(build(small()), seed) for seed in range(3)]
     images = torch.randn(4, 3, 32, 32)
-    result = frames(nets, images=images, image=images[:1])
+    result = compute_frames(nets, images=images, image=images[:1])
     assert result.subjects == list(SUBJECTS)
     assert result.skipped == {}
     for index, net in enumerate(nets):
@@ -73,29 +73,29 @@ def test_frames_equal_the_arrays_of_each_network():
         np.testing.assert_array_equal(result.arrays["distances"][index], attention_distance(net, images).numpy())
         np.testing.assert_allclose(result.arrays["rollout"][index], rollout_map(net, images[:1])[0].numpy(), rtol=1e-6)
     assert result.arrays["uniform"].tolist() == [uniform_distance((4, 4), (32, 32))] * 3
-    np.testing.assert_array_equal(result.arrays["filters"][-1], filters(nets[-1])[0])
+    np.testing.assert_array_equal(result.arrays["filters"][-1], filter_components(nets[-1])[0])
 
 
 def test_only_requested_subjects_are_computed():
-    result = frames([build(small())], ["filters"])
+    result = compute_frames([build(small())], ["filters"])
     assert set(result.arrays) == {"filters", "shares"}
     assert result.skipped == {}
 
 
 def test_unavailable_subjects_are_skipped_with_the_reason():
-    result = frames([build(small(position="none"))] * 2)
+    result = compute_frames([build(small(position="none"))] * 2)
     assert result.subjects == ["filters"]
     assert result.skipped["positions"].startswith("this model has no position embeddings")
     assert result.skipped["rollout"] == "no image was given."
     image = torch.zeros(1, 3, 32, 32)
-    bit = frames([build(TINY)], images=image, image=image)
+    bit = compute_frames([build(TINY)], images=image, image=image)
     assert bit.arrays == {}
     assert set(bit.skipped) == set(SUBJECTS)
 
 
 def test_unknown_subject_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match=r"no timeline is called 'position'; did you mean 'positions'\?"):
-        frames([], ["position"])
+        compute_frames([], ["position"])
 
 
 def orthonormal_filters(seed: int, count: int, side: int = 3, channels: int = 1) -> np.ndarray:
@@ -106,11 +106,11 @@ def orthonormal_filters(seed: int, count: int, side: int = 3, channels: int = 1)
 
 @settings(max_examples=30)
 @given(st.integers(2, 5), st.integers(1, 9), st.integers(0, 99))
-def test_permuted_and_negated_filters_are_aligned(moments: int, count: int, seed: int):
+def test_permuted_and_negated_filters_are_aligned(snapshots: int, count: int, seed: int):
     rng, original = np.random.default_rng(seed), orthonormal_filters(seed, count)
     shares = np.sort(rng.random(count))[::-1]
-    orders = [rng.permutation(count) for _ in range(moments)]
-    signs = rng.choice([-1.0, 1.0], (moments, count, 1, 1, 1))
+    orders = [rng.permutation(count) for _ in range(snapshots)]
+    signs = rng.choice([-1.0, 1.0], (snapshots, count, 1, 1, 1))
     shuffled = np.stack([original[order] * sign for order, sign in zip(orders, signs, strict=True)])
     got, weights = align_filters(shuffled, np.stack([shares[order] for order in orders]))
     np.testing.assert_allclose(got, np.broadcast_to(shuffled[-1], got.shape))
@@ -134,7 +134,7 @@ def test_alignment_maximizes_the_sum_of_absolute_cosines(seed: int):
 
 @given(st.integers(1, 100))
 def test_strip_has_the_first_and_last_moment_and_growing_gaps(count: int):
-    chosen = strip_moments(count)
+    chosen = strip_frame_indices(count)
     assert chosen[0] == 0
     assert chosen[-1] == count - 1
     assert len(chosen) == min(count, 6)
@@ -171,15 +171,15 @@ def test_large_similarity_grid_is_subsampled_from_corner_to_corner():
 def test_filter_grid_shows_zero_as_gray_on_a_shared_scale(channels: int):
     weights = np.zeros((2, 4, 4, channels))
     weights[0, 0, 0] = 0.5
-    image = filter_grid(weights, reach=1.0)
+    image = filter_grid(weights, max_abs=1.0)
     assert image[0, 0, :3].tolist() == [191] * 3
     assert image[-1, -1, :3].tolist() == [128] * 3
 
 
 def make_timeline(subject: str, arrays: dict[str, np.ndarray], **changes: Any) -> Timeline:
     count = len(arrays[subject])
-    moments = [Moment(10 * i, i / 2, None) for i in range(count)]
-    return Timeline(subject, arrays, moments, "test: ViT", **changes)
+    snapshots = [Snapshot(10 * i, i / 2, None) for i in range(count)]
+    return Timeline(subject, arrays, snapshots, "test: ViT", **changes)
 
 
 def test_animation_keeps_static_parts_and_holds_the_last_frame(tmp_path: Path):
@@ -243,9 +243,9 @@ def test_palette_keeps_the_drawing_colors(tmp_path: Path):
 
 def test_strip_titles_have_the_epoch_and_measured_scores():
     values = np.random.default_rng(0).random((3, 4, 4))
-    moments = [Moment(0, 0.0), Moment(20, 1.02), Moment(60, 3.06, 0.913)]
+    snapshots = [Snapshot(0, 0.0), Snapshot(20, 1.02), Snapshot(60, 3.06, 0.913)]
     image = np.zeros((8, 8, 3), np.uint8)
-    figure = draw_strip(Timeline("rollout", {"rollout": values}, moments, "test: ViT", image=image))
+    figure = draw_strip(Timeline("rollout", {"rollout": values}, snapshots, "test: ViT", image=image))
     titles = [ax.get_title() for ax in figure.axes]
     assert titles == ["", "epoch 0\n", "epoch 1.02\n", "epoch 3.06\ntop-1 91.3 %", ""]  # the image and the scale
 
@@ -255,7 +255,7 @@ def test_strip_titles_have_the_epoch_and_measured_scores():
 
 def test_timeline_has_all_snapshots_of_a_run(run: Path):
     progress: list[tuple[int, int]] = []
-    paths = draw_timeline(run, watch=lambda done, total: progress.append((done, total)))
+    paths = draw_timeline(run, on_progress=lambda done, total: progress.append((done, total)))
     assert sorted(paths) == sorted(f"timeline-{s}.{e}" for s in SUBJECTS for e in ("gif", "png", "svg", "npz"))
     assert progress == [(i, 10) for i in range(1, 11)]
     with np.load(paths["timeline-positions.npz"]) as arrays:
@@ -276,7 +276,7 @@ def test_image_option_sets_the_image_of_the_rollout(run: Path, tmp_path: Path):
     image = np.random.default_rng(0).integers(0, 256, (20, 20, 1), dtype=np.uint8)
     rollouts = {}
     for name, options in {"first": {}, "own": {"image": image}}.items():
-        paths = timeline(run, tmp_path / name, ["rollout"], **options)
+        paths = draw_timelines(run, tmp_path / name, ["rollout"], **options)
         with np.load(paths[-1]) as arrays:
             rollouts[name] = arrays["rollout"]
     assert rollouts["own"].shape == rollouts["first"].shape == (6, 2, 2)
@@ -295,13 +295,13 @@ def copy_with_snapshots(run: Path, folder: Path, keep: int) -> Path:
 def test_run_without_snapshots_is_an_error_with_advice(run: Path, tmp_path: Path, keep: int, message: str):
     folder = copy_with_snapshots(run, tmp_path / "run", keep)
     with pytest.raises(NotFoundError, match=f"{message}; a timeline needs two or more\\. Train with snapshot_every="):
-        timeline(folder, tmp_path / "out")
+        draw_timelines(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_folder_without_a_run_is_an_error(tmp_path: Path):
     with pytest.raises(NotFoundError, match="is not a run folder"):
-        timeline(tmp_path, tmp_path / "out")
+        draw_timelines(tmp_path, tmp_path / "out")
 
 
 def test_missing_data_skips_only_the_subjects_that_need_it(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -313,7 +313,7 @@ def test_missing_data_skips_only_the_subjects_that_need_it(run: Path, tmp_path: 
         shutil.rmtree(folder / "snapshots" / f"{4 * step:08d}")
         info = ModelInfo(config=net.config, preprocess=PreprocessConfig(image_size=32))
         checkpoint.write(net, info, folder / "snapshots" / f"{4 * step:08d}")
-    names = {path.stem for path in timeline(folder, tmp_path / "out")}
+    names = {path.stem for path in draw_timelines(folder, tmp_path / "out")}
     assert names == {"timeline-filters"}
     assert "skipped distances: the evaluation images cannot be read" in caplog.text
     assert "skipped positions: this model has no position embeddings" in caplog.text
@@ -326,14 +326,14 @@ def test_model_without_any_subject_is_an_error_with_all_reasons(run: Path, tmp_p
         checkpoint.write(net, info, folder / "snapshots" / f"{step:08d}")
     message = r"no timeline can be drawn for .*; positions: a BiT .*; filters: .*; distances: .*; rollout: a BiT"
     with pytest.raises(ModelError, match=message):
-        timeline(folder, tmp_path / "out")
+        draw_timelines(folder, tmp_path / "out")
 
 
 def test_too_many_snapshots_are_subsampled_with_a_note(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr("vitrail.figures.run_timeline.MAX_FRAMES", 3)
-    paths = timeline(run, tmp_path, ["filters"])
+    paths = draw_timelines(run, tmp_path, ["filters"])
     with np.load(paths[-1]) as arrays:
         assert arrays["step"].tolist() == [0, 8, 20]
     assert "has 6 snapshots; 3 of them are shown" in caplog.text

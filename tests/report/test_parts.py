@@ -17,7 +17,7 @@ from vitrail.config import StemConfig
 from vitrail.errors import ModelError
 from vitrail.evaluation import SampleResults, Scores
 from vitrail.explain import overlays
-from vitrail.explain.filters import filter_images, filters
+from vitrail.explain.filters import filter_components, filter_images
 from vitrail.explain.positions import position_similarity
 from vitrail.models import Net, build
 from vitrail.report import formatting
@@ -219,7 +219,7 @@ def test_position_similarity_is_the_cosine():
 
 def test_filters_are_the_principal_components():
     net = randomized(build(MODEL.replace(patch_size=4)))
-    patterns, shares = filters(net, most=5)
+    patterns, shares = filter_components(net, max_components=5)
     matrix = net.patch.weight.detach().flatten(1).double().numpy()
     values, vectors = np.linalg.eigh(np.cov(matrix.T))
     assert shares == pytest.approx(values[::-1][:5] / values.sum())
@@ -231,7 +231,7 @@ def test_filters_of_a_hybrid_are_an_error():
     stem = StemConfig(layers=(1,), width_factor=0.5).to_dict()
     config = MODEL.replace(image_size=32, patch_size=1, stem=stem)
     with pytest.raises(ModelError, match="ResNet"):
-        filters(build(config))
+        filter_components(build(config))
 
 
 def test_heat_overlay_is_brightest_at_its_patch():

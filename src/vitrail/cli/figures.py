@@ -67,7 +67,9 @@ def figures(
                 images,
                 layer=layer,
                 foreground=foreground,
-                named=f"images from {Path(data.rpartition(':')[2]).name or data}" if data is not None else "",
+                images_description=f"images from {Path(data.rpartition(':')[2]).name or data}"
+                if data is not None
+                else "",
                 advance=lambda n: bar.advance(task, n),
             )
             written = model_figures.save(out, names, endings)
@@ -83,7 +85,9 @@ def _timeline(model: str | None, out: Path, names: tuple[str, ...] | None) -> li
         given = "" if model is None else f", got {model}"
         raise ConfigError(f"--timeline expects a run folder: --model runs/digits{given}.")
     with err.status("loading"):
-        from vitrail.figures.run_timeline import timeline
+        from vitrail.figures.run_timeline import draw_timelines
     with progress_bar() as bar:
         task = bar.add_task("drawing", total=None)
-        return timeline(model, out, names or (), watch=lambda done, of: bar.update(task, completed=done, total=of))
+        return draw_timelines(
+            model, out, names or (), on_progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )

@@ -17,7 +17,7 @@ from vitrail.explain.attention import AttentionIterator, attention_maps
 from vitrail.explain.colors import feature_colors, patch_features
 from vitrail.explain.distance import attention_distance, uniform_distance
 from vitrail.explain.faithfulness import Curve, Faithfulness, faithfulness
-from vitrail.explain.filters import filters
+from vitrail.explain.filters import filter_components
 from vitrail.explain.gradient import gradient_rollout
 from vitrail.explain.occlusion import occlusion
 from vitrail.explain.positions import position_similarity
@@ -31,7 +31,7 @@ __all__ = [
     "attention_maps",
     "faithfulness",
     "feature_colors",
-    "filters",
+    "filter_components",
     "gradient_rollout",
     "occlusion",
     "patch_features",

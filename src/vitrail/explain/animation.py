@@ -24,11 +24,11 @@ from PIL import Image
 
 from vitrail.explain.canvas import COLORS, FAINT, HEAT, INK, QUIET, new_figure, set_title
 from vitrail.explain.overlays import SMOOTH, Pixels, as_rgb, mosaic, tile_images, upscale
-from vitrail.explain.timeline import Floats, Moment
+from vitrail.explain.timeline import Floats, Snapshot
 
 # T frames; h rows and w columns of patches; n patterns of p x q pixels and C channels; L layers of H heads
 
-Show = Callable[[int], None]
+FrameSetter = Callable[[int], None]
 """Draws the frame with this index."""
 
 TITLES = {
@@ -43,7 +43,7 @@ SHADES = 64
 """Number of colors of the scale; more are not distinguishable and double the file size."""
 FRAME_MS, FIRST_FRAME_MS, LAST_FRAME_MS = 180, 700, 2000
 """Duration of a frame, of the first and of the last one."""
-NEAR = 0.005
+MATCH_TOLERANCE = 0.005
 """An evaluation is matched to a snapshot within this fraction of the run, since both are rounded to steps."""
 STRIP_FRAMES = 6
 """Number of frames of a strip."""
@@ -55,7 +55,7 @@ class Timeline:
 
     subject: str
     arrays: Mapping[str, Floats]
-    moments: Sequence[Moment]
+    snapshots: Sequence[Snapshot]
     about: str
     """The run and its model, for the subtitle."""
     measured: Sequence[tuple[float, float]] = ()
@@ -76,22 +76,22 @@ class Timeline:
 
     @property
     def in_epochs(self) -> bool:
-        return self.moments[-1].epoch is not None
+        return self.snapshots[-1].epoch is not None
 
     @property
     def last(self) -> float:
         return self.position(-1)
 
-    def position(self, now: int) -> float:
+    def position(self, frame: int) -> float:
         """Epoch or step of a frame."""
-        moment = self.moments[now]
-        return float(moment.step if moment.epoch is None else moment.epoch)
+        snapshot = self.snapshots[frame]
+        return float(snapshot.step if snapshot.epoch is None else snapshot.epoch)
 
-    def time_text(self, now: int) -> str:
+    def time_text(self, frame: int) -> str:
         if not self.in_epochs:
-            return f"step {self.moments[now].step:,}"
+            return f"step {self.snapshots[frame].step:,}"
         decimals = 0 if self.last >= 20 else 1 if self.last >= 5 else 2
-        return f"epoch {round(self.position(now), decimals):g}"
+        return f"epoch {round(self.position(frame), decimals):g}"
 
 
 def draw_animation(timeline: Timeline, path: str | Path) -> Path:
@@ -101,12 +101,12 @@ def draw_animation(timeline: Timeline, path: str | Path) -> Path:
     set_title(figure, TITLES[timeline.subject], f"{timeline.about} · {timeline.time_text(-1)}")
     subtitle = figure.texts[-1]
     panel, progress_bar = figure.subfigures(2, 1, height_ratios=(6.5, 1) if square else (4, 1), squeeze=False)[:, 0]
-    shows = [_scene(panel, timeline), _progress(progress_bar.subplots(), timeline)]
+    setters = [_draw_panel(panel, timeline), _progress(progress_bar.subplots(), timeline)]
     canvas, images = FigureCanvasAgg(figure), []
-    for now in range(len(timeline.moments)):
-        subtitle.set_text(f"{timeline.about} · {timeline.time_text(now)}")
-        for show in shows:
-            show(now)
+    for frame in range(len(timeline.snapshots)):
+        subtitle.set_text(f"{timeline.about} · {timeline.time_text(frame)}")
+        for set_frame in setters:
+            set_frame(frame)
         canvas.draw()
         figure.set_layout_engine("none")  # keep the layout of the first frame
         images.append(np.asarray(canvas.buffer_rgba())[..., :3].copy())
@@ -155,93 +155,95 @@ def _unpacked(colors: npt.NDArray[np.uint32]) -> Pixels:
 
 def draw_strip(timeline: Timeline) -> Figure:
     """Some frames side by side, denser at the beginning of the run."""
-    frames = strip_moments(len(timeline.moments))
+    frames = strip_frame_indices(len(timeline.snapshots))
     has_image = timeline.subject == "rollout"
     figure = new_figure(1.9 * (len(frames) + has_image) + 0.6 * (timeline.subject in SCALES), 2.9)
     set_title(figure, TITLES[timeline.subject], timeline.about)
     axes = list(figure.subplots(1, len(frames) + has_image, squeeze=False, sharey=timeline.subject == "distances")[0])
-    _scale(axes, timeline)
+    _add_colorbar(axes, timeline)
     if has_image:
         _image(axes.pop(0), timeline)
-    scored = any(timeline.moments[now].score is not None for now in frames)
-    for ax, now in zip(axes, frames, strict=True):
-        PANELS[timeline.subject](ax, timeline)(now)
-        score = timeline.moments[now].score
+    scored = any(timeline.snapshots[frame].score is not None for frame in frames)
+    for ax, frame in zip(axes, frames, strict=True):
+        PANELS[timeline.subject](ax, timeline)(frame)
+        score = timeline.snapshots[frame].score
         accuracy = "" if score is None else f"top-1 {100 * score:.1f} %"
         ax.set_title(
-            f"{timeline.time_text(now)}\n{accuracy}" if scored else timeline.time_text(now), fontsize=8.5, color=QUIET
+            f"{timeline.time_text(frame)}\n{accuracy}" if scored else timeline.time_text(frame),
+            fontsize=8.5,
+            color=QUIET,
         )
         if ax is not axes[0]:
             ax.set_ylabel("")
     return figure
 
 
-def strip_moments(count: int, most: int = STRIP_FRAMES) -> list[int]:
+def strip_frame_indices(count: int, max_frames: int = STRIP_FRAMES) -> list[int]:
     """Indices of the first and the last frame, with growing steps between them."""
-    if count <= most:
+    if count <= max_frames:
         return list(range(count))
-    between = np.rint(np.geomspace(1, count - 1, most - 1)).astype(int)
+    between = np.rint(np.geomspace(1, count - 1, max_frames - 1)).astype(int)
     for i in range(1, len(between)):  # make rounded steps distinct
         between[i] = max(between[i], between[i - 1] + 1)
     return [0, *between.tolist()]
 
 
-def _scene(subfigure: SubFigure, timeline: Timeline) -> Show:
+def _draw_panel(subfigure: SubFigure, timeline: Timeline) -> FrameSetter:
     """Draw the panel and its legend."""
     if timeline.subject in ("positions", "distances"):
         ax = subfigure.subplots()
-        _scale([ax], timeline)
+        _add_colorbar([ax], timeline)
         return PANELS[timeline.subject](ax, timeline, full=True)
     left, right = subfigure.subplots(1, 2)
     if timeline.subject == "filters":
-        return _both(_filters(left, timeline), _shares(right, timeline))
+        return _set_both(_filters(left, timeline), _explained_variance(right, timeline))
     _image(left, timeline)
-    _scale([left, right], timeline)
+    _add_colorbar([left, right], timeline)
     return _rollout(right, timeline)
 
 
-def _both(first: Show, second: Show) -> Show:
-    def show(now: int) -> None:
-        first(now)
-        second(now)
+def _set_both(first: FrameSetter, second: FrameSetter) -> FrameSetter:
+    def set_frame(frame: int) -> None:
+        first(frame)
+        second(frame)
 
-    return show
+    return set_frame
 
 
-def _positions(ax: Axes, timeline: Timeline, full: bool = False) -> Show:
+def _positions(ax: Axes, timeline: Timeline, full: bool = False) -> FrameSetter:
     low, _ = timeline.value_range
     artist = ax.imshow(similarity_grid(timeline.values[0], low), interpolation="nearest")
-    _bare(ax)
+    _hide_axes(ax)
     if full:
         ax.set_xlabel("patch column", fontsize=9, color=INK)
         ax.set_ylabel("patch row", fontsize=9, color=INK)
-    return lambda now: artist.set_data(similarity_grid(timeline.values[now], low))
+    return lambda frame: artist.set_data(similarity_grid(timeline.values[frame], low))
 
 
-def _filters(ax: Axes, timeline: Timeline, full: bool = False) -> Show:
-    reach = float(np.abs(timeline.values).max())
-    artist = ax.imshow(filter_grid(timeline.values[0], reach), interpolation="nearest")
-    _bare(ax)
-    return lambda now: artist.set_data(filter_grid(timeline.values[now], reach))
+def _filters(ax: Axes, timeline: Timeline, full: bool = False) -> FrameSetter:
+    max_abs = float(np.abs(timeline.values).max())
+    artist = ax.imshow(filter_grid(timeline.values[0], max_abs), interpolation="nearest")
+    _hide_axes(ax)
+    return lambda frame: artist.set_data(filter_grid(timeline.values[frame], max_abs))
 
 
-def _shares(ax: Axes, timeline: Timeline) -> Show:
+def _explained_variance(ax: Axes, timeline: Timeline) -> FrameSetter:
     """Bars with the fraction of the variance of each filter component."""
     shares = 100 * timeline.arrays["shares"]
     bars = ax.bar(np.arange(1, shares.shape[1] + 1), shares[0], color=COLORS[0])
     ax.set_ylim(0, 1.05 * float(shares.max()))
     ax.set_xlabel("principal component", fontsize=9, color=INK)
     ax.set_title("% of the variance", loc="left", fontsize=9, color=INK)
-    _light(ax)
+    _style_axes(ax)
 
-    def show(now: int) -> None:
-        for bar, share in zip(bars, shares[now], strict=True):
+    def set_frame(frame: int) -> None:
+        for bar, share in zip(bars, shares[frame], strict=True):
             bar.set_height(share)
 
-    return show
+    return set_frame
 
 
-def _distance(ax: Axes, timeline: Timeline, full: bool = False) -> Show:
+def _distance(ax: Axes, timeline: Timeline, full: bool = False) -> FrameSetter:
     _, layers, heads = timeline.values.shape
     across = np.repeat(np.arange(1, layers + 1), heads)
     uniform = float(timeline.arrays["uniform"][0])
@@ -256,19 +258,19 @@ def _distance(ax: Axes, timeline: Timeline, full: bool = False) -> Show:
     ax.set_ylabel("mean attention distance (pixels)", fontsize=9, color=INK)
     if full:
         ax.set_title("dashed: uniform attention", loc="right", fontsize=8, color=QUIET)
-    _light(ax)
-    return lambda now: artist.set_ydata(timeline.values[now].ravel())
+    _style_axes(ax)
+    return lambda frame: artist.set_ydata(timeline.values[frame].ravel())
 
 
-def _rollout(ax: Axes, timeline: Timeline, full: bool = False) -> Show:
+def _rollout(ax: Axes, timeline: Timeline, full: bool = False) -> FrameSetter:
     (low, high), values = timeline.value_range, 100 * timeline.values
     how = "bilinear" if min(values.shape[1:]) >= SMOOTH else "nearest"
     artist = ax.imshow(values[0], cmap=HEAT, vmin=low, vmax=high, interpolation=how)
-    _bare(ax)
-    return lambda now: artist.set_data(values[now])
+    _hide_axes(ax)
+    return lambda frame: artist.set_data(values[frame])
 
 
-PANELS: dict[str, Callable[..., Show]] = {
+PANELS: dict[str, Callable[..., FrameSetter]] = {
     "positions": _positions,
     "filters": _filters,
     "distances": _distance,
@@ -279,10 +281,10 @@ PANELS: dict[str, Callable[..., Show]] = {
 def _image(ax: Axes, timeline: Timeline) -> None:
     assert timeline.image is not None
     ax.imshow(timeline.image, interpolation="nearest")
-    _bare(ax)
+    _hide_axes(ax)
 
 
-def _progress(ax: Axes, timeline: Timeline) -> Show:
+def _progress(ax: Axes, timeline: Timeline) -> FrameSetter:
     """Progress of the run and the accuracy so far."""
     last = max(timeline.last, 1e-9)
     table = np.array(timeline.measured, dtype=float).reshape(-1, 2)
@@ -301,50 +303,52 @@ def _progress(ax: Axes, timeline: Timeline) -> Show:
     for part in (elapsed, curve, marker, label):
         part.set_in_layout(False)  # moving parts must not change the layout
 
-    def show(now: int) -> None:
-        position = timeline.position(now)
+    def set_frame(frame: int) -> None:
+        position = timeline.position(frame)
         elapsed.set_data([0, position], [0, 0])
         marker.set_data([position], [0])
-        until = table[table[:, 0] <= position + NEAR * last]
+        until = table[table[:, 0] <= position + MATCH_TOLERANCE * last]
         curve.set_data(until[:, 0], until[:, 1])
         if len(until):
             label.set_text(f" top-1 {100 * until[-1, 1]:.1f} %")
             label.set_position((until[-1, 0], until[-1, 1]))
 
-    return show
+    return set_frame
 
 
-def similarity_grid(similarity: Floats, low: float, most: int = 7) -> Pixels:
-    """h w h w -> a grid of small maps, one per patch; evenly spaced patches if there are more than `most` per side."""
-    rows, columns = (np.unique(np.linspace(0, n - 1, min(n, most)).round().astype(int)) for n in similarity.shape[:2])
+def similarity_grid(similarity: Floats, low: float, max_per_side: int = 7) -> Pixels:
+    """h w h w -> a grid of small maps, one per patch; evenly spaced patches if there are more than `max_per_side`."""
+    rows, columns = (
+        np.unique(np.linspace(0, n - 1, min(n, max_per_side)).round().astype(int)) for n in similarity.shape[:2]
+    )
     shades = np.rint((similarity[np.ix_(rows, columns)] - low) / max(1 - low, 1e-12) * SHADES) / SHADES
     side = max(48 // similarity.shape[3], 1)
     return mosaic(shades, side=side, gap=max(side * similarity.shape[3] // 12, 1), low=0.0, high=1.0, colors=HEAT)
 
 
-def filter_grid(patterns: Floats, reach: float) -> Pixels:
-    """n p q C -> the filters side by side; gray is zero, black and white are -`reach` and `reach`."""
+def filter_grid(patterns: Floats, max_abs: float) -> Pixels:
+    """n p q C -> the filters side by side; gray is zero, black and white are -`max_abs` and `max_abs`."""
     if patterns.shape[3] != 3:
         patterns = patterns.mean(3, keepdims=True)
-    levels = [as_rgb(127.5 + 127.5 * pattern / max(reach, 1e-12)) for pattern in patterns]
+    levels = [as_rgb(127.5 + 127.5 * pattern / max(max_abs, 1e-12)) for pattern in patterns]
     columns = next(n for n in (2, 4, 7, len(levels)) if len(levels) <= n * n)
     return tile_images([upscale(level, 48) for level in levels], columns, gap=5)
 
 
-def _bare(ax: Axes) -> None:
+def _hide_axes(ax: Axes) -> None:
     ax.set_xticks([])
     ax.set_yticks([])
     ax.spines[:].set_visible(False)
 
 
-def _light(ax: Axes) -> None:
+def _style_axes(ax: Axes) -> None:
     ax.grid(axis="y", color=FAINT, linewidth=0.7)
     ax.set_axisbelow(True)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(length=0, labelsize=8, labelcolor=QUIET)
 
 
-def _scale(axes: list[Axes], timeline: Timeline) -> None:
+def _add_colorbar(axes: list[Axes], timeline: Timeline) -> None:
     """Color bar, the same for all frames."""
     if timeline.subject not in SCALES:
         return

@@ -245,8 +245,8 @@ def attention_maps(
     Both together sum to 1. `layers` are 0-based indices; None: all layers.
     """
     collected = QueryAttention(net, images, query)
-    walk = AttentionIterator(net, images, layers)
-    for attention in walk:
+    iterator = AttentionIterator(net, images, layers)
+    for attention in iterator:
         collected.add(attention)
         del attention
-    return collected.maps(walk.pool_attention)
+    return collected.maps(iterator.pool_attention)

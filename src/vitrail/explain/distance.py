@@ -42,10 +42,10 @@ def attention_distance(net: Net, images: Tensor | Iterable[Tensor]) -> Tensor:
     """B C H W, or batches of them -> L H in pixels: the mean over all images, layers in order."""
     total, count = None, 0
     for batch in (images,) if isinstance(images, Tensor) else images:
-        walk, batch = AttentionIterator(net, batch), covered_pixels(net, batch)
-        distances = patch_distances(walk.grid, (batch.shape[2], batch.shape[3])).to(batch.device, torch.float32)
-        measured = partial(mean_distances, distances=distances, num_prefix=walk.net.config.num_prefix_tokens)
-        found = torch.stack([each.sum(0).cpu().double() for each in map(measured, walk)])  # L H
+        iterator, batch = AttentionIterator(net, batch), covered_pixels(net, batch)
+        distances = patch_distances(iterator.grid, (batch.shape[2], batch.shape[3])).to(batch.device, torch.float32)
+        measured = partial(mean_distances, distances=distances, num_prefix=iterator.net.config.num_prefix_tokens)
+        found = torch.stack([each.sum(0).cpu().double() for each in map(measured, iterator)])  # L H
         total, count = found if total is None else total + found, count + len(batch)
     if total is None or not count:
         raise DataError("got no images; attention distances need one or more.")

@@ -11,20 +11,20 @@ import torch
 from vitrail.errors import ModelError
 from vitrail.models import BiT, Net
 
-# D width, C channels, p x q pixels of a patch
+# n components; D width, C channels, p x q pixels of a patch
 
 Floats = npt.NDArray[np.floating[Any]]
 
 
 @torch.no_grad()
-def filters(net: Net, most: int = 28) -> tuple[Floats, Floats]:
-    """Principal components n p q C in order, and the fraction of the variance of each."""
+def filter_components(net: Net, max_components: int = 28) -> tuple[Floats, Floats]:
+    """Principal components of the patch embedding filters, n p q C, and the fraction of the variance of each, n."""
     if isinstance(net, BiT) or net.stem is not None:
         raise ModelError("the first filters of this model are those of a ResNet (7 × 7 pixels), not patch filters.")
     weight = net.patch.weight.detach().double().cpu()  # D C p q
     matrix = weight.flatten(1)
     _, sizes, patterns = torch.linalg.svd(matrix - matrix.mean(0), full_matrices=False)
-    count = min(most, len(sizes))
+    count = min(max_components, len(sizes))
     shares = sizes.square() / sizes.square().sum().clamp(min=1e-30)
     shaped = patterns[:count].unflatten(1, weight.shape[1:]).permute(0, 2, 3, 1)
     return shaped.numpy(), shares[:count].numpy()

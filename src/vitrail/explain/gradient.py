@@ -28,18 +28,18 @@ def gradient_rollout(net: Net, images: Tensor, targets: Tensor) -> Tensor:
     return relevance_map(AttentionIterator(net, images, layers=(), record_blocks=True).run(), targets)
 
 
-def relevance_map(walk: AttentionIterator, targets: Tensor) -> Tensor:
+def relevance_map(iterator: AttentionIterator, targets: Tensor) -> Tensor:
     """B class indices -> B h w, by a backward pass through the recorded blocks of a finished forward pass.
 
     The records are consumed.
     """
-    net, num_prefix = walk.net, walk.net.config.num_prefix_tokens
+    net, num_prefix = iterator.net, iterator.net.config.num_prefix_tokens
     with eval_mode(net), torch.enable_grad():
-        grad, row = _head_backward(net, walk.last_tokens, targets)
+        grad, row = _head_backward(net, iterator.last_tokens, targets)
         for i in reversed(range(len(net.blocks))):
-            grad, relevance = _block_backward(net, i, walk.block_records.pop(), walk.grid, grad)
+            grad, relevance = _block_backward(net, i, iterator.block_records.pop(), iterator.grid, grad)
             row = row + torch.einsum("bt,btu->bu", row, relevance)
-    return row[:, num_prefix:].unflatten(1, walk.grid).float()
+    return row[:, num_prefix:].unflatten(1, iterator.grid).float()
 
 
 def check_targets(net: Net, targets: Tensor, count: int) -> None:

@@ -42,16 +42,16 @@ def rollout_map(net: Net, images: Tensor, query: Query = "pooled") -> Tensor:
     patches' rows for mean pooling, or their rows weighted by the attention pool. A map sums to 1 minus the
     contribution of the prefix tokens.
     """
-    walk = AttentionIterator(net, images)
-    return query_row(walk, rollout(walk), query)
+    iterator = AttentionIterator(net, images)
+    return query_row(iterator, rollout(iterator), query)
 
 
-def query_row(walk: AttentionIterator, product: Tensor, query: Query = "pooled") -> Tensor:
+def query_row(iterator: AttentionIterator, product: Tensor, query: Query = "pooled") -> Tensor:
     """The rollout of a finished forward pass, B T T -> B h w: the row of the pooled tokens, or of one token."""
-    num_prefix = walk.net.config.num_prefix_tokens
+    num_prefix = iterator.net.config.num_prefix_tokens
     if query == "pooled":
-        weights = pooling_weights(walk.net, product, product.shape[-1] - num_prefix, walk.pool_attention)
+        weights = pooling_weights(iterator.net, product, product.shape[-1] - num_prefix, iterator.pool_attention)
         row = torch.einsum("bt,btu->bu", weights, product)
     else:
-        row = product[:, token_index(walk.net, query, walk.grid)]
-    return row[:, num_prefix:].unflatten(1, walk.grid)
+        row = product[:, token_index(iterator.net, query, iterator.grid)]
+    return row[:, num_prefix:].unflatten(1, iterator.grid)

@@ -97,16 +97,16 @@ def explain_steps(
             raise ModelError(f"a BiT has no attention, which {needed[0]} needs; try occlusion.")
         with torch.no_grad(), eval_mode(net):
             logits = net(images)
-        walk = product = last = None
+        iterator = product = last = None
     else:
         depth = len(net.blocks)
         requested = range(depth) if layers is None else layers
         visited = set(range(depth)) if "rollout" in methods else set(requested)
         if "attention" in methods and net.pool is None:
             visited.add(depth - 1)
-        walk = AttentionIterator(net, images, visited, record_blocks="gradient" in methods)
+        iterator = AttentionIterator(net, images, visited, record_blocks="gradient" in methods)
         product = last = None
-        for layer, weights in zip(sorted(visited), walk, strict=True):
+        for layer, weights in zip(sorted(visited), iterator, strict=True):
             if "rollout" in methods:
                 product = add_layer(product, weights)
             if "attention" in methods and layer == depth - 1:
@@ -114,23 +114,23 @@ def explain_steps(
             if layer in requested:
                 yield LayerAttention(layer, weights)
             del weights
-        logits = walk.logits
+        logits = iterator.logits
     targets = logits.argmax(-1) if targets is None else targets
-    yield ForwardResult(logits, targets, None if walk is None else walk.pool_attention)
+    yield ForwardResult(logits, targets, None if iterator is None else iterator.pool_attention)
     for method in methods:
         if method in NEEDS_CLASSES:
             check_targets(net, targets, len(images))
         if method == "occlusion":
             yield from _occlusion_maps(net, images, logits, targets, multi_label, max_batch_size, step_s)
             continue
-        assert walk is not None
+        assert iterator is not None
         if method == "rollout":
             assert product is not None
-            values = query_row(walk, product)
+            values = query_row(iterator, product)
         elif method == "gradient":
-            values = relevance_map(walk, targets)
+            values = relevance_map(iterator, targets)
         else:
-            values = _last_attention_map(walk, last)
+            values = _last_attention_map(iterator, last)
         yield AttributionMap(method, values)
 
 
@@ -176,12 +176,12 @@ def _occlusion_maps(
     yield AttributionMap("occlusion", torch.stack(maps).float())
 
 
-def _last_attention_map(walk: AttentionIterator, attention: Tensor | None) -> Tensor:
+def _last_attention_map(iterator: AttentionIterator, attention: Tensor | None) -> Tensor:
     """B h w: attention of the attention pool, or else of the pooled tokens in the last layer, B H T T."""
-    if walk.pool_attention is not None:
-        patches = walk.grid[0] * walk.grid[1]
-        return walk.pool_attention.mean(1)[:, -patches:].unflatten(1, walk.grid)
+    if iterator.pool_attention is not None:
+        patches = iterator.grid[0] * iterator.grid[1]
+        return iterator.pool_attention.mean(1)[:, -patches:].unflatten(1, iterator.grid)
     assert attention is not None
-    query = QueryAttention(walk.net, walk.images)
+    query = QueryAttention(iterator.net, iterator.images)
     query.add(attention)
     return query.maps()[0][0].mean(1)

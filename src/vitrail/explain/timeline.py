@@ -12,12 +12,12 @@ from torch import Tensor
 
 from vitrail.errors import ConfigError, ModelError, did_you_mean
 from vitrail.explain.distance import attention_distance, uniform_distance
-from vitrail.explain.filters import filters
+from vitrail.explain.filters import filter_components
 from vitrail.explain.positions import position_similarity
 from vitrail.explain.rollout import rollout_map
 from vitrail.models import Net, ViT
 
-# T moments; h rows and w columns of patches; n patterns of p x q pixels and C channels; L layers of H heads
+# T snapshots; h rows and w columns of patches; n patterns of p x q pixels and C channels; L layers of H heads
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -25,7 +25,7 @@ NO_IMAGE = "no image was given."
 
 
 @dataclass(frozen=True)
-class Moment:
+class Snapshot:
     """A snapshot of a run."""
 
     step: int
@@ -51,7 +51,7 @@ class Frames:
         return [name for name in SUBJECTS if name in self.arrays]
 
 
-def frames(
+def compute_frames(
     nets: Iterable[Net], what: Sequence[str] = (), *, images: Tensor | None = None, image: Tensor | None = None
 ) -> Frames:
     """Compute the arrays of each network, the snapshots of one run in order.
@@ -62,23 +62,23 @@ def frames(
     for name in what:
         if name not in SUBJECTS:
             raise ConfigError(f"no timeline is called {name!r}{did_you_mean(name, SUBJECTS)}")
-    seen: dict[str, list[Floats]] = {}
-    left_out: dict[str, str] = {}
+    collected: dict[str, list[Floats]] = {}
+    skipped: dict[str, str] = {}
     for net in nets:
         for subject in what or SUBJECTS:
-            if subject in left_out:
+            if subject in skipped:
                 continue
             try:
                 found = SUBJECTS[subject](net, image if subject == "rollout" else images)
             except ModelError as error:
-                left_out[subject] = str(error)
+                skipped[subject] = str(error)
                 continue
             for name, values in found.items():
-                seen.setdefault(name, []).append(values)
-    arrays = {name: np.stack(values) for name, values in seen.items()}
+                collected.setdefault(name, []).append(values)
+    arrays = {name: np.stack(values) for name, values in collected.items()}
     if "filters" in arrays:
         arrays["filters"], arrays["shares"] = align_filters(arrays["filters"], arrays["shares"])
-    return Frames(arrays, left_out)
+    return Frames(arrays, skipped)
 
 
 def align_filters(patterns: Floats, shares: Floats) -> tuple[Floats, Floats]:
@@ -90,11 +90,11 @@ def align_filters(patterns: Floats, shares: Floats) -> tuple[Floats, Floats]:
 
     patterns, shares = patterns.copy(), shares.copy()
     flat = patterns.reshape(*patterns.shape[:2], -1)  # T n d, each of length 1
-    for now in range(len(patterns) - 2, -1, -1):
-        cosines = flat[now + 1] @ flat[now].T  # n n
+    for frame in range(len(patterns) - 2, -1, -1):
+        cosines = flat[frame + 1] @ flat[frame].T  # n n
         _, order = linear_sum_assignment(-np.abs(cosines))
         signs = np.where(cosines[np.arange(len(order)), order] < 0, -1.0, 1.0)
-        flat[now], shares[now] = flat[now][order] * signs[:, None], shares[now][order]
+        flat[frame], shares[frame] = flat[frame][order] * signs[:, None], shares[frame][order]
     return patterns, shares
 
 
@@ -103,22 +103,22 @@ def _positions(net: Net, _: Tensor | None) -> dict[str, Floats]:
 
 
 def _filters(net: Net, _: Tensor | None) -> dict[str, Floats]:
-    patterns, shares = filters(net)
+    patterns, shares = filter_components(net)
     return {"filters": patterns, "shares": shares}
 
 
 def _distance(net: Net, images: Tensor | None) -> dict[str, Floats]:
-    images = _given(images)
+    images = _require_images(images)
     found, size = attention_distance(net, images), (images.shape[2], images.shape[3])
     assert isinstance(net, ViT)  # or it was refused
     return {"distances": found.numpy(), "uniform": np.array(uniform_distance(net.config.grid_of(size), size))}
 
 
 def _rollout(net: Net, image: Tensor | None) -> dict[str, Floats]:
-    return {"rollout": rollout_map(net, _given(image))[0].double().numpy()}
+    return {"rollout": rollout_map(net, _require_images(image))[0].double().numpy()}
 
 
-def _given(images: Tensor | None) -> Tensor:
+def _require_images(images: Tensor | None) -> Tensor:
     if images is None:
         raise ModelError(NO_IMAGE)
     return images

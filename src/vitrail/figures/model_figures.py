@@ -19,7 +19,7 @@ from vitrail.errors import ConfigError, DataError, ImageError, ModelError, Vitra
 from vitrail.explain import (
     attention_distance,
     feature_colors,
-    filters,
+    filter_components,
     patch_features,
     position_similarity,
     rollout_map,
@@ -63,16 +63,17 @@ class ModelFigures:
         *,
         layer: int | None = None,
         foreground: bool = False,
-        named: str = "",
+        images_description: str = "",
         advance: Callable[[int], None] = lambda n: None,
     ) -> None:
         """`layer` (1-based, or negative from the end): the layer whose positions and features are drawn.
 
-        `named` describes the images in subtitles. `advance(n)` is called after each n images.
+        `images_description` is text for subtitles. `advance(n)` is called after each n images.
         """
         self.model, self.layer, self.foreground = model, layer, foreground
         self.images = list(sample_images() if images is None else images)
-        self.named = named or ("two sample photographs of scikit-learn" if images is None else "the given images")
+        default = "two sample photographs of scikit-learn" if images is None else "the given images"
+        self.images_description = images_description or default
         self.advance = advance
         self.name = model.info.title
         if not self.images:
@@ -177,72 +178,74 @@ def run_images(model: str | None, count: int = NUM_IMAGES) -> list[ImageLike] | 
 def _evenly_spaced(source: Any, name: str, count: int) -> list[ImageLike]:
     if not hasattr(source, "__len__") or not len(source):
         raise DataError(f"{name} has no images." if hasattr(source, "__len__") else f"{name} is a stream.")
-    places = np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).astype(int))
-    return [source[int(i)].image for i in places]
+    indices = np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).astype(int))
+    return [source[int(i)].image for i in indices]
 
 
-def _filters(figures_of: ModelFigures) -> DrawnFigure:
+def _filters(inputs: ModelFigures) -> DrawnFigure:
     from vitrail.explain import figures
 
-    patterns, shares = filters(figures_of.model.net)
-    under = f"{figures_of.name}; fraction of the variance; {100 * shares.sum():.0f} % in total"
-    what = f"The first {len(patterns)} principal components of the patch embedding filters"
-    return DrawnFigure(figures.filters(patterns, shares, what, under), {"patterns": patterns, "shares": shares})
+    patterns, shares = filter_components(inputs.model.net)
+    subtitle = f"{inputs.name}; fraction of the variance; {100 * shares.sum():.0f} % in total"
+    title = f"The first {len(patterns)} principal components of the patch embedding filters"
+    return DrawnFigure(figures.filters(patterns, shares, title, subtitle), {"patterns": patterns, "shares": shares})
 
 
-def _positions(figures_of: ModelFigures) -> DrawnFigure:
+def _positions(inputs: ModelFigures) -> DrawnFigure:
     from vitrail.explain import figures
 
-    net, layer = figures_of.model.net, 0
-    own = getattr(net, "positions", ())
-    if figures_of.layer is not None:
-        number = layer_index(require_attention(net), figures_of.layer)
-        layer = number if len(own) > 1 else 0  # else all layers have the same
-    alike = position_similarity(net, layer)
+    net, layer = inputs.model.net, 0
+    positions = getattr(net, "positions", ())
+    if inputs.layer is not None:
+        number = layer_index(require_attention(net), inputs.layer)
+        layer = number if len(positions) > 1 else 0  # else all layers have the same
+    similarity = position_similarity(net, layer)
     assert isinstance(net.config, ViTConfig)
-    where = f", layer {layer + 1} of {len(own)}" if len(own) > 1 else ""
-    under = f"{figures_of.name}{where}; {SIMILARITY_MEANING[net.config.position]}"
-    return DrawnFigure(figures.positions(alike, "Similarity of position embeddings", under), {"similarity": alike})
+    where = f", layer {layer + 1} of {len(positions)}" if len(positions) > 1 else ""
+    subtitle = f"{inputs.name}{where}; {SIMILARITY_MEANING[net.config.position]}"
+    figure = figures.positions(similarity, "Similarity of position embeddings", subtitle)
+    return DrawnFigure(figure, {"similarity": similarity})
 
 
-def _distances(figures_of: ModelFigures) -> DrawnFigure:
+def _distances(inputs: ModelFigures) -> DrawnFigure:
     from vitrail.explain import figures
 
-    model = figures_of.model
-    found = attention_distance(model.net, figures_of.batches()).numpy()
+    model = inputs.model
+    found = attention_distance(model.net, inputs.batches()).numpy()
     size = pair(model.config.image_size)
     uniform = uniform_distance(require_attention(model.net).config.grid_of(size), _covered_size(model))
-    under = f"{figures_of.name}, {_px(size)}; mean over {figures_of.named} ({len(figures_of.pixels)})"
-    figure = figures.distances(found, uniform, "Attention distance by layer and head", under)
+    subtitle = f"{inputs.name}, {_format_size(size)}; mean over {inputs.images_description} ({len(inputs.pixels)})"
+    figure = figures.distances(found, uniform, "Attention distance by layer and head", subtitle)
     return DrawnFigure(figure, {"distances": found, "uniform": np.asarray(uniform)})
 
 
-def _rollout(figures_of: ModelFigures) -> DrawnFigure:
+def _rollout(inputs: ModelFigures) -> DrawnFigure:
     from vitrail.explain import figures
 
-    maps = np.concatenate([rollout_map(figures_of.model.net, b).float().cpu().numpy() for b in figures_of.batches()])
+    maps = np.concatenate([rollout_map(inputs.model.net, b).float().cpu().numpy() for b in inputs.batches()])
     columns = 8 if len(maps) > 15 else min(5, len(maps))
-    what = "Attention rollout"
-    under = f"{figures_of.name}; {figures_of.named}, each beside its masked version"
-    return DrawnFigure(figures.rollout_grid(figures_of.shown, [*maps], what, under, columns), {"rollout": maps})
+    title = "Attention rollout"
+    subtitle = f"{inputs.name}; {inputs.images_description}, each beside its masked version"
+    return DrawnFigure(figures.rollout_grid(inputs.shown, [*maps], title, subtitle, columns), {"rollout": maps})
 
 
-def _colors(figures_of: ModelFigures) -> DrawnFigure:
+def _colors(inputs: ModelFigures) -> DrawnFigure:
     from vitrail.explain import figures
 
-    model, parts = figures_of.model, []
-    for batch in figures_of.batches():
-        parts.append(patch_features(model.net, batch, figures_of.layer).float().cpu())
+    model, parts = inputs.model, []
+    for batch in inputs.batches():
+        parts.append(patch_features(model.net, batch, inputs.layer).float().cpu())
         if sum(map(len, parts)) >= NUM_COLORED:
             break
     features = torch.cat(parts)[:NUM_COLORED]
-    found = feature_colors(features, figures_of.foreground).numpy()
-    layer = "last layer, normalized" if figures_of.layer is None else f"layer {figures_of.layer}"
-    what = "Patch features as colors"
-    under = (
-        f"{figures_of.name}, {layer}; first three principal components over {figures_of.named} as red, green and blue"
+    found = feature_colors(features, inputs.foreground).numpy()
+    layer = "last layer, normalized" if inputs.layer is None else f"layer {inputs.layer}"
+    title = "Patch features as colors"
+    subtitle = (
+        f"{inputs.name}, {layer}; "
+        f"first three principal components over {inputs.images_description} as red, green and blue"
     )
-    return DrawnFigure(figures.colors(figures_of.shown[: len(found)], found, what, under), {"colors": found})
+    return DrawnFigure(figures.colors(inputs.shown[: len(found)], found, title, subtitle), {"colors": found})
 
 
 FIGURES: dict[str, Callable[[ModelFigures], DrawnFigure]] = {
@@ -263,6 +266,6 @@ def _covered_size(model: Model) -> tuple[int, int]:
     return rows, columns
 
 
-def _px(size: Pair) -> str:
+def _format_size(size: Pair) -> str:
     height, width = pair(size)
     return f"{height} px" if height == width else f"{height} × {width} px"

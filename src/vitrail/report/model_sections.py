@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from vitrail.errors import ModelError
-from vitrail.explain.filters import filter_images, filters
+from vitrail.explain.filters import filter_components, filter_images
 from vitrail.explain.overlays import Pixels, heat_overlay, mosaic, tile_images, upscale
 from vitrail.explain.positions import SIMILARITY_MEANING, position_similarity
 from vitrail.explain.rollout import rollout_map
@@ -115,7 +115,7 @@ def color_bar(low: float, high: float, colors: str = "viridis") -> Markup:
 def filter_section(report: ReportData) -> tuple[Markup, Pixels | None]:
     """The principal components of the patch embedding's filters."""
     try:
-        patterns, fractions = filters(report.net)
+        patterns, fractions = filter_components(report.net)
     except ModelError as error:
         return unavailable(error), None
     images = [upscale(p, 32) for p in filter_images(patterns)]
