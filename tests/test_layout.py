@@ -41,6 +41,7 @@ PACKAGE_ORDER = (
     "training",
     "vtab",
     "figures",
+    "reproduction",
     "vitrail",
     "serve",
     "bench",

@@ -23,6 +23,9 @@ class DataConfig(Config):
     held_out: float | None = None
     """Fraction of the training images held out for validation. None: the data's own validation
     split, else its test split, else a tenth of the training images."""
+    fraction: float | tuple[float, float] | None = None
+    """Part of the training images to use, after those for validation are held out: 0.1 for a tenth of each class, or
+    0.5,1 for its second half, in an order given by a hash of the images' names; None: all."""
     groups: str | None = None
     """Keeps related images in one split: a table's column, or a regular expression for relative paths. Images with
     the same match (or first capture group) form a group."""
@@ -52,12 +55,22 @@ class DataConfig(Config):
     def check(self) -> None:
         if self.held_out is not None and not 0 < self.held_out < 1:
             raise ConfigError(f"held_out={self.held_out} is a fraction of the images: between 0 and 1.")
+        low, high = self.fraction_range
+        if not 0 <= low < high <= 1:
+            raise ConfigError(f"fraction={self.fraction}: expected 0.1, or a range such as 0.5,1.")
         if not 0 <= self.max_bad_fraction <= 1:
             raise ConfigError(f"max_bad_fraction={self.max_bad_fraction} is a fraction: from 0 to 1.")
         if self.repeats < 1:
             raise ConfigError(f"repeats={self.repeats}: expected 1 or more.")
         if self.workers is not None and self.workers < 0:
             raise ConfigError(f"workers={self.workers}: 0 or more.")
+
+    @property
+    def fraction_range(self) -> tuple[float, float]:
+        """`fraction` as a range."""
+        if self.fraction is None:
+            return 0.0, 1.0
+        return self.fraction if isinstance(self.fraction, tuple) else (0.0, self.fraction)
 
 
 @dataclass(frozen=True, kw_only=True)

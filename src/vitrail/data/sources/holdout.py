@@ -7,6 +7,7 @@ until the class has grown. A class with a single image is always used for traini
 
     hold_out               any data: the fraction is met on average, and stable as the data grows
     hold_out_stratified    data that never changes: an exact fraction of every class
+    select_range           a part of the training images, as an exact range of every class
 """
 
 from __future__ import annotations
@@ -96,6 +97,21 @@ def hold_out_stratified(keys: Iterable[str], targets: Targets, fraction: float) 
         count = max(round(fraction * len(members)), 1) if len(members) > 1 else 0
         mask[members[np.argsort(order[members], kind="stable")[:count]]] = True
     return mask
+
+
+def select_range(keys: Iterable[str], targets: Targets, low: float, high: float) -> npt.NDArray[np.int64]:
+    """Indices of the images from fraction `low` to `high` of each class, ordered by their hashes; at least one each.
+
+    Ranges that do not overlap select different images, unless a class has too few; a larger range contains a smaller.
+    """
+    order = hash_names(keys)
+    chosen = []
+    for target in np.unique(targets):
+        members = np.flatnonzero(targets == target)
+        start = min(round(low * len(members)), len(members) - 1)
+        stop = max(round(high * len(members)), start + 1)
+        chosen.append(members[np.argsort(order[members], kind="stable")[start:stop]])
+    return np.sort(np.concatenate(chosen)) if chosen else np.zeros(0, np.int64)
 
 
 def _class_units(targets: Targets, unit: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

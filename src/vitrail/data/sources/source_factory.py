@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from vitrail.data.sources.builtin import open_builtin
 from vitrail.data.sources.dataset import splits_from
 from vitrail.data.sources.duplicates import describe_duplicates
 from vitrail.data.sources.folder import FolderSource, open_folder
-from vitrail.data.sources.holdout import group_names, hold_out, hold_out_stratified
+from vitrail.data.sources.holdout import group_names, hold_out, hold_out_stratified, select_range
 from vitrail.data.sources.shard_index import load_indexes
 from vitrail.data.sources.source_spec import KINDS, TABLE_EXTENSIONS, parse_source
 from vitrail.data.sources.stream import LIMITATIONS, ShardStream
@@ -45,6 +46,8 @@ def open_data(config: DataConfig, *, require_labels: bool = True, own: SourceSpl
         )
     own = own or open_source_splits(config, require_labels=require_labels)
     splits = _choose_splits(own, config, require_labels)
+    if config.fraction is not None:
+        splits = replace(splits, train=_select_fraction(splits.train, config))
     notes = [*splits.notes, *_describe_duplicates(splits)]
     warn_once(notes, about=config.source)
     return Splits(splits.train, splits.validation, splits.test, splits.eval_split, tuple(notes))
@@ -117,6 +120,16 @@ def _hold_out(own: SourceSplits, config: DataConfig) -> tuple[Subset, Subset, li
     note += "group names" if groups is not None else "names"
     train = Subset(source, np.flatnonzero(~mask), f"{source.name}, without those held out")
     return train, Subset(source, np.flatnonzero(mask), f"{source.name}, held out"), [note, *notes]
+
+
+def _select_fraction(train: Any, config: DataConfig) -> Subset:
+    """The part of the training images that `config.fraction` names."""
+    if isinstance(train, ShardStream):
+        raise DataError(f"no part of {config.source} can be selected: a stream has no random access; try shards:.")
+    classes = train.targets if train.labels and not train.multi_label else np.zeros(len(train), np.int64)
+    low, high = config.fraction_range
+    part = f"{low:g} to {high:g} of each class" if low else f"{high:g} of each class"
+    return Subset(train, select_range(_keys(train), classes, low, high), f"{train.name}, {part}")
 
 
 def _open_validation(config: DataConfig, train: Any, require_labels: bool) -> Source:

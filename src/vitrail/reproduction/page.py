@@ -1,0 +1,215 @@
+"""Writes an experiment's page, as HTML and as Markdown, from the same blocks."""
+
+from __future__ import annotations
+
+import base64
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from vitrail.config.format_version import VERSION
+from vitrail.explain.canvas import save
+from vitrail.report.formatting import format_duration
+from vitrail.report.markup import Markup, join, tag
+from vitrail.reproduction.analysis import Analysis, Cell, Metric, Paragraph, Plot, Table
+from vitrail.reproduction.experiment import Experiment
+from vitrail.reproduction.results import Results, SeedMean
+from vitrail.storage.atomic_write import write_json, write_text
+
+OUTCOME_MARKS = {"holds": "✓", "does not hold": "✗", "undecided": "?"}
+
+
+def write_page(
+    out: Path,
+    experiment: Experiment,
+    results: Results,
+    analysis: Analysis,
+    *,
+    seconds: float,
+    progress: tuple[int, int],
+    left_out: str | None,
+    device: str,
+    command: str | None,
+    written: float,
+) -> None:
+    """Write index.html, page.md, results.json and figures/ into the folder."""
+    figures = {}
+    for block in analysis.blocks:
+        if isinstance(block, Plot):
+            figures[block.name] = save(block.draw(), out / "figures" / f"{block.name}.png")
+    about = list(_facts(experiment, results, seconds, progress, left_out, device, command, written))
+    write_text(out / "index.html", _html(experiment, results, analysis, about, figures), overwrite=True)
+    write_text(out / "page.md", _markdown(experiment, results, analysis, about), overwrite=True)
+    verdicts = [asdict(verdict) for verdict in analysis.verdicts]
+    found = {
+        "format_version": VERSION,
+        "experiment": experiment.name,
+        "scale": results.scale,
+        "summary": analysis.summary,
+        "verdicts": verdicts,
+        "trials": [asdict(results.trials[key]) for key in sorted(results.trials)],
+    }
+    write_json(out / "results.json", found, overwrite=True)
+
+
+def _facts(
+    experiment: Experiment,
+    results: Results,
+    seconds: float,
+    progress: tuple[int, int],
+    left_out: str | None,
+    device: str,
+    command: str | None,
+    written: float,
+) -> Iterator[tuple[str, str]]:
+    """Rows about how the numbers were made."""
+    first = next(iter(results.arms.values())).config
+    yield "Source", experiment.source
+    yield "Scale", f"{results.scale}: {first.data.source}, {first.duration}, batch size {first.batch_size}"
+    done, total = progress
+    yield "Runs", f"{done} of {total}" + (f"; left out: {left_out}" if left_out else "")
+    rates = sorted({lr for arm in results.arms.values() for lr in arm.learning_rates})
+    if rates:
+        yield (
+            "Learning rates",
+            f"each arm uses the best of {', '.join(f'{lr:g}' for lr in rates)}, selected with seed 0 on training images "
+            "that are held out; the test images are used for the final number only",
+        )
+    yield "Intervals", "95 %, Student's t over seeds; with one seed, Wilson's interval of the test images"
+    yield "Time", f"{format_duration(seconds)} in all runs together, on {_device_name(device)}"
+    try:
+        package = f"vitrail {version('vitrail')}"
+    except PackageNotFoundError:
+        package = "vitrail"
+    yield (
+        "Versions",
+        f"{package}, PyTorch {torch.__version__.partition('+')[0]}, {time.strftime('%Y-%m-%d', time.gmtime(written))}",
+    )
+    if command:
+        yield "Command", command
+
+
+def _device_name(device: str) -> str:
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    from vitrail.runtime.cores import usable_cores
+
+    return f"{usable_cores()} cores of a {platform.machine()} CPU"
+
+
+def format_cell(cell: Cell, metric: Metric) -> str:
+    """`97.31 (96.80 to 97.82)`; the mean alone without an interval."""
+    if cell is None:
+        return "–"
+    if isinstance(cell, str):
+        return cell
+    value = metric.format(cell.value)
+    return f"{value} ({metric.format(cell.low)} to {metric.format(cell.high)})" if cell.has_interval else value
+
+
+def _html(
+    experiment: Experiment,
+    results: Results,
+    analysis: Analysis,
+    about: Sequence[tuple[str, str]],
+    figures: dict[str, Path],
+) -> str:
+    style = files("vitrail.report").joinpath("style.css").read_text(encoding="utf-8")
+    style += files("vitrail.reproduction").joinpath("page.css").read_text(encoding="utf-8")
+    head = [
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", f"{experiment.title} · vitrail"),
+        tag("style", Markup(style)),
+    ]
+    panes = [tag("i", cls=f"pane p{(7 * i + 3 * (i // 3)) % 5}") for i in range(9)]
+    header = tag(
+        "header",
+        tag("p", tag("span", *panes, cls="window", aria_hidden="true"), "vitrail · reproduction", cls="brand"),
+        tag("h1", experiment.title),
+        tag("p", f"“{experiment.claim}”", cls="headline"),
+        tag("p", experiment.source, cls="sub"),
+    )
+    verdicts = [
+        tag(
+            "li",
+            tag("span", f"{OUTCOME_MARKS[v.outcome]} {v.outcome}", cls=f"outcome {v.outcome.replace(' ', '-')}"),
+            tag("div", tag("b", v.claim), tag("p", v.reason)),
+        )
+        for v in analysis.verdicts
+    ]
+    blocks = []
+    for block in analysis.blocks:
+        if isinstance(block, Plot):
+            data = base64.b64encode(figures[block.name].read_bytes()).decode()
+            image = tag("img", src=f"data:image/png;base64,{data}", alt=block.caption)
+            blocks.append(tag("figure", tag("div", image, cls="plot"), tag("figcaption", block.caption, cls="caption")))
+        elif isinstance(block, Table):
+            blocks.append(_html_table(block))
+        else:
+            blocks.append(tag("p", block.text, cls="prose"))
+    rows = [tag("tr", tag("th", name, scope="row"), tag("td", value)) for name, value in about]
+    body = join(
+        header,
+        tag("section", tag("h2", "Verdict"), tag("ul", *verdicts, cls="verdicts")),
+        tag("section", tag("h2", "Results"), *blocks),
+        tag("section", tag("h2", "How this was measured"), tag("table", *rows, cls="about")),
+        tag("footer", tag("p", "This file is self-contained; results.json beside it has all numbers.")),
+    )
+    html = tag("html", tag("head", *head), tag("body", body), lang="en")
+    return f"<!doctype html>\n{html}\n"
+
+
+def _html_table(table: Table) -> Markup:
+    head = tag("tr", *(tag("th", name, scope="col") for name in table.columns))
+    rows = []
+    for row in table.rows:
+        cells = []
+        for i, cell in enumerate(row):
+            if isinstance(cell, SeedMean):
+                interval = None
+                if cell.has_interval:
+                    low, high = table.metric.format(cell.low), table.metric.format(cell.high)
+                    interval = tag("span", f"{low} to {high}", cls="interval")
+                cells.append(tag("td", tag("b", table.metric.format(cell.value)), " ", interval, cls="number"))
+            else:
+                cells.append(tag("th" if i == 0 else "td", cell or "–", scope="row" if i == 0 else None))
+        rows.append(tag("tr", *cells))
+    shown = tag("table", tag("thead", head), tag("tbody", *rows), cls="results")
+    return join(tag("p", table.caption, cls="caption"), tag("div", shown, cls="wide"))
+
+
+def _markdown(experiment: Experiment, results: Results, analysis: Analysis, about: Sequence[tuple[str, str]]) -> str:
+    lines = [f"# {experiment.title}", "", f"> {experiment.claim}", ">", f"> {experiment.source}", ""]
+    lines += ["| | claim | numbers |", "| --- | --- | --- |"]
+    lines += [f"| **{v.outcome}** | {_escape(v.claim)} | {_escape(v.reason)} |" for v in analysis.verdicts]
+    for block in analysis.blocks:
+        lines.append("")
+        if isinstance(block, Plot):
+            lines += [f"![{block.caption}](figures/{block.name}.png)", "", f"*{block.caption}*"]
+        elif isinstance(block, Paragraph):
+            lines.append(block.text)
+        else:
+            lines += [
+                block.caption,
+                "",
+                "| " + " | ".join(block.columns) + " |",
+                "| " + " | ".join("---" for _ in block.columns) + " |",
+            ]
+            lines += [
+                "| " + " | ".join(_escape(format_cell(c, block.metric)) for c in row) + " |" for row in block.rows
+            ]
+    lines += ["", "## How this was measured", "", "| | |", "| --- | --- |"]
+    lines += [f"| {name} | {_escape(value) if name != 'Command' else f'`{value}`'} |" for name, value in about]
+    return "\n".join(lines) + "\n"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

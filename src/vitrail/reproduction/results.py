@@ -1,0 +1,174 @@
+"""Results of an experiment's trials, and their means and differences over seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vitrail.errors import TrainError
+from vitrail.evaluation.scores import wilson_interval
+from vitrail.reproduction.experiment import Arm, Scale
+from vitrail.storage.atomic_write import write_json
+
+ARRAYS_FILE = "arrays.npz"
+"""File in a trial's run folder with the arrays that its measurements store."""
+SCORES = ("test", "validation")
+"""Metrics that are proportions of images."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult:
+    """What one training run reached. Stored as trials/KEY.json beside its run folder."""
+
+    key: str
+    arm: str
+    lr: float
+    seed: int
+    settings: str
+    """Digest of the settings, so that another experiment's result is not taken for this one's."""
+    test: float | None = None
+    """Top-1 accuracy on the test images."""
+    test_count: int = 0
+    validation: float | None = None
+    """Top-1 accuracy on the training images that were held out to select the learning rate."""
+    validation_count: int = 0
+    measures: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    """Duration of the run, without its measurements."""
+    images: int = 0
+    """Number of training images processed."""
+    flops: int = 0
+    """FLOPs of a forward pass for one image."""
+    parameters: int = 0
+
+    def value(self, metric: str) -> float | None:
+        """`test`, `validation`, `seconds`, `flops`, `parameters` or a measurement."""
+        found = self.measures[metric] if metric in self.measures else getattr(self, metric, None)
+        return None if found is None or not math.isfinite(found) else float(found)
+
+    def write(self, path: Path) -> None:
+        write_json(path, asdict(self), overwrite=True)
+
+
+def read_result(path: Path) -> TrialResult | None:
+    """The result in a file; None if there is none. Raises TrainError if the file is damaged."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return TrialResult(**found)
+    except FileNotFoundError:
+        return None
+    except (OSError, TypeError, ValueError) as error:
+        raise TrainError(f"{path} is not the result of a trial: {error}; remove it to run the trial again.") from error
+
+
+@dataclass(frozen=True)
+class SeedMean:
+    """The mean of a metric over seeds with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+    """Number of seeds. With one seed, the interval of a proportion is that of its images; of others there is none."""
+
+    @property
+    def has_interval(self) -> bool:
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+
+def mean_over_seeds(values: Sequence[float]) -> SeedMean:
+    """The mean with Student's 95 % interval; without an interval for a single value."""
+    mean, count = float(np.mean(values)), len(values)
+    if count < 2:
+        return SeedMean(mean, math.nan, math.nan, count)
+    from scipy.special import stdtrit  # type: ignore[import-untyped]
+
+    half = float(stdtrit(count - 1, 0.975)) * float(np.std(values, ddof=1)) / math.sqrt(count)
+    return SeedMean(mean, mean - half, mean + half, count)
+
+
+class Results:
+    """The finished trials of an experiment. Arms without a finished trial have no estimates."""
+
+    def __init__(
+        self, arms: Sequence[Arm], scale: Scale, found: Iterable[TrialResult], folder: Path | None = None
+    ) -> None:
+        """folder: where the trials' run folders are, for `arrays`."""
+        self.arms = {arm.name: arm for arm in arms}
+        self.scale, self.folder = scale, folder
+        self.trials: dict[str, TrialResult] = {trial.key: trial for trial in found}
+
+    def of_arm(self, arm: str) -> list[TrialResult]:
+        """All finished trials of an arm, by learning rate and seed."""
+        return sorted((t for t in self.trials.values() if t.arm == arm), key=lambda t: (t.lr, t.seed))
+
+    def selected_rate(self, arm: str) -> float | None:
+        """The learning rate with the highest validation accuracy of seed 0; of equal ones the first in the arm's list.
+
+        None if no trial is finished.
+        """
+        found = {t.lr: t for t in self.of_arm(arm) if t.seed == 0}
+        tried = [lr for lr in self.arms[arm].rates if lr in found]
+        if not tried:
+            return None
+        return max(tried, key=lambda lr: (_or_lowest(found[lr].validation), -tried.index(lr)))
+
+    def selected(self, arm: str) -> dict[int, TrialResult]:
+        """Seed -> the finished trial with the selected learning rate."""
+        rate = self.selected_rate(arm)
+        return {t.seed: t for t in self.of_arm(arm) if t.lr == rate}
+
+    def values(self, arm: str, metric: str = "test") -> dict[int, float]:
+        """Seed -> value of a metric at the selected learning rate."""
+        found = {seed: trial.value(metric) for seed, trial in self.selected(arm).items()}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def mean(self, arm: str, metric: str = "test") -> SeedMean | None:
+        """The mean over seeds; None without a value."""
+        values = self.values(arm, metric)
+        if not values:
+            return None
+        if len(values) == 1 and metric in SCORES:
+            (trial,) = self.selected(arm).values()
+            (value,) = values.values()
+            count = trial.test_count if metric == "test" else trial.validation_count
+            return SeedMean(value, *wilson_interval(value * count, count), 1)
+        return mean_over_seeds(list(values.values()))
+
+    def difference(self, arm: str, other: str, metric: str = "test") -> SeedMean | None:
+        """The mean of `arm` minus `other` over the seeds that both have; None if there are none."""
+        ours, theirs = self.values(arm, metric), self.values(other, metric)
+        common = sorted(set(ours) & set(theirs))
+        return mean_over_seeds([ours[seed] - theirs[seed] for seed in common]) if common else None
+
+    def arrays(self, arm: str, seed: int = 0) -> dict[str, npt.NDArray[Any]]:
+        """The arrays that a measurement stored with `save_arrays`; empty if the trial is not finished."""
+        trial = self.selected(arm).get(seed)
+        if trial is None or self.folder is None:
+            return {}
+        path = self.folder / trial.key / ARRAYS_FILE
+        if not path.exists():
+            return {}
+        with np.load(path, allow_pickle=False) as found:
+            return dict(found)
+
+    @property
+    def num_seeds(self) -> int:
+        """The largest number of seeds of an arm."""
+        return max((len(self.selected(arm)) for arm in self.arms), default=0)
+
+    @property
+    def finished_arms(self) -> list[str]:
+        """Names of the arms with a test accuracy, in the experiment's order."""
+        return [name for name in self.arms if self.values(name)]
+
+
+def _or_lowest(value: float | None) -> float:
+    return -math.inf if value is None else value

@@ -1,0 +1,91 @@
+"""The settings from which experiments derive their arms, for each scale.
+
+tiny    a ViT of width 64 on scikit-learn's 1,797 digits of 8 px: seconds per run on one CPU core
+gpu     a ViT of width 192 on CIFAR-10: a few tens of seconds per run on an H200, several runs at a time
+paper   the paper's B/16 on ImageNet-21k, for those who have the data: checked by a dry run
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vitrail.config import (
+    AugmentConfig,
+    DataConfig,
+    OptimConfig,
+    PreprocessConfig,
+    ScheduleConfig,
+    TrainConfig,
+    ViTConfig,
+    epochs,
+)
+from vitrail.recipes.cifar10 import MEAN, STD
+from vitrail.recipes.digits import small_gray_vit
+from vitrail.recipes.imagenet import imagenet21k_b16
+from vitrail.reproduction.experiment import Scale
+
+LEARNING_RATES: dict[Scale, tuple[float, ...]] = {
+    "tiny": (3e-3, 1e-3, 1e-2),
+    "gpu": (1e-3, 5e-4, 2e-3),
+    "paper": (1e-3, 3e-4, 3e-3),
+}
+"""The learning rates that every arm may choose from, the most likely first."""
+
+
+def base_config(scale: Scale, data: DataConfig | None = None, **changes: Any) -> TrainConfig:
+    """The settings of a scale. `data` replaces its data; `changes` replace fields of TrainConfig.
+
+    A part of the training images is held out to select learning rates, so that the test images are used once.
+    """
+    config = {"tiny": _digits, "gpu": _cifar10, "paper": imagenet21k_b16}[scale]()
+    chosen = config.data if data is None else data
+    if chosen.held_out is None:
+        chosen = chosen.replace(held_out={"tiny": 0.2, "gpu": 0.1, "paper": 0.001}[scale])
+    return config.replace(
+        **{
+            "data": chosen.to_dict(),
+            "keep": "last",
+            "evaluate_every": None,
+            "checkpoint_every": epochs(10),
+            "compare": (),
+            **changes,
+        }
+    )
+
+
+def vary_model(config: TrainConfig, **fields: Any) -> TrainConfig:
+    """The settings with fields of the network replaced; the preprocessing follows its image size."""
+    assert config.model is not None
+    model = config.model.replace(**fields)
+    changes: dict[str, Any] = {"model": model.to_dict()}
+    if config.preprocess is not None:
+        changes["preprocess"] = config.preprocess.replace(image_size=model.image_size).to_dict()
+    return config.replace(**changes)
+
+
+def _digits() -> TrainConfig:
+    return TrainConfig(
+        model=small_gray_vit(image_size=8, patch_size=2, depth=4, mlp_dim=128),
+        preprocess=PreprocessConfig(image_size=8, mean=(0.5,), std=(0.5,)),
+        data=DataConfig(source="digits"),
+        augment=AugmentConfig(scale=(0.7, 1.0), ratio=(0.85, 1.18), flip=0.0),
+        optim=OptimConfig(lr=3e-3, weight_decay=0.05),
+        schedule=ScheduleConfig(kind="cosine", warmup=epochs(4)),
+        duration=epochs(40),
+        batch_size=128,
+    )
+
+
+def _cifar10() -> TrainConfig:
+    return TrainConfig(
+        model=ViTConfig(
+            image_size=32, patch_size=4, num_classes=0, width=192, depth=6, num_heads=3, mlp_dim=768, activation="gelu"
+        ),
+        preprocess=PreprocessConfig(image_size=32, mean=MEAN, std=STD),
+        data=DataConfig(source="cifar10"),
+        augment=AugmentConfig(crop="pad", pad=4, flip=0.5),
+        optim=OptimConfig(lr=1e-3, weight_decay=0.05),
+        schedule=ScheduleConfig(kind="cosine", warmup=epochs(3)),
+        duration=epochs(30),
+        batch_size=512,
+    )

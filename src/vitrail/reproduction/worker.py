@@ -1,0 +1,135 @@
+"""A process that runs trials, one after another: `python -m vitrail.reproduction.worker`.
+
+It reads tasks from standard input and writes replies to standard output, each a line of JSON. What a run prints goes to
+log.txt in its folder. When standard input is closed, for instance because the main process was killed, the current run
+saves a checkpoint and the process exits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TextIO
+
+Task = dict[str, Any]
+"""key, arm, lr, seed, settings, folder, config, edit, measures, threads."""
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # anything that prints to standard output would be taken for a reply
+    # A forked process closes its copy of sys.stdin, and would wait for a thread that reads from it in this process.
+    lines = os.fdopen(os.dup(0), encoding="utf-8")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    tasks: SimpleQueue[Task | None] = SimpleQueue()
+    threading.Thread(target=_read_tasks, args=(lines, tasks), daemon=True, name="tasks").start()
+    while (task := tasks.get()) is not None:
+        with _log_to(Path(task["folder"]) / "log.txt"):
+            reply = _run(task)
+        _send(replies, {"key": task["key"], **reply})
+        if "stopped" in reply:
+            break
+
+
+def _read_tasks(lines: TextIO, tasks: SimpleQueue[Task | None]) -> None:
+    for line in lines:
+        tasks.put(json.loads(line))
+    tasks.put(None)
+    os.kill(os.getpid(), signal.SIGTERM)  # a run in progress saves a checkpoint and stops
+
+
+def _send(replies: TextIO, reply: dict[str, Any]) -> None:
+    print(json.dumps(reply), file=replies, flush=True)
+
+
+def _run(task: Task) -> dict[str, Any]:
+    """The reply: `result`, `stopped` (the name of the signal) or `error`."""
+    import traceback
+
+    from vitrail.errors import VitrailError
+
+    try:
+        return _train_and_measure(task)
+    except VitrailError as error:
+        return {"error": str(error)}
+    except KeyboardInterrupt:
+        return {"stopped": "SIGINT"}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _train_and_measure(task: Task) -> dict[str, Any]:
+    import shutil
+    from dataclasses import asdict
+
+    import torch
+
+    from vitrail.config import TrainConfig
+    from vitrail.models.flops import count_flops, count_parameters
+    from vitrail.reproduction.edits import edit_model
+    from vitrail.reproduction.measures import measure
+    from vitrail.reproduction.results import TrialResult
+    from vitrail.runs.run_record import read_run
+    from vitrail.training.runs import train
+
+    if task["threads"]:
+        torch.set_num_threads(task["threads"])
+    folder, config = Path(task["folder"]), TrainConfig.from_dict(task["config"])
+    if task["edit"] is not None:
+        assert config.init_from is not None
+        start = edit_model(task["edit"], Path(config.init_from), folder / "start", seed=task["seed"])
+        config = config.replace(init_from=str(start))
+    run = train(config, out=folder, auto_resume=True, report=False)
+    if run.stop_reason not in (None, "patience"):
+        return {"stopped": run.stop_reason}
+    record, network = read_run(folder), run.config.model
+    assert network is not None
+    scores, test = run.scores, run.test_scores
+    result = TrialResult(
+        key=task["key"],
+        arm=task["arm"],
+        lr=task["lr"],
+        seed=task["seed"],
+        settings=task["settings"],
+        test=None if test is None else test.top1,
+        test_count=0 if test is None else test.count,
+        validation=None if scores is None else scores.top1,
+        validation_count=0 if scores is None else scores.count,
+        measures=measure(task["measures"], run),
+        seconds=record.seconds or 0.0,
+        images=record.num_images or 0,
+        flops=count_flops(network),
+        parameters=count_parameters(network),
+    )
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)  # the trial is finished; its checkpoints are large
+    return {"result": asdict(result)}
+
+
+@contextmanager
+def _log_to(path: Path) -> Iterator[None]:
+    """Append the standard error of this process to a file, also that of native code."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = os.dup(2)
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 2)
+        os.dup2(file.fileno(), 1)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.dup2(before, 1)
+            os.close(before)
+
+
+if __name__ == "__main__":
+    main()
