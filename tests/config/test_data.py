@@ -19,6 +19,11 @@ from vitrail.errors import ConfigError
     [
         ({"held_out": 0.0}, "held_out=0.0 is a fraction of the images: between 0 and 1"),
         ({"held_out": 1.0}, "held_out=1.0 is a fraction"),
+        ({"fraction": 0.0}, r"fraction=0.0: expected 0.1, or a range such as 0.5,1"),
+        ({"fraction": 1.5}, r"fraction=1.5: expected 0.1"),
+        ({"fraction": (0.5, 0.5)}, r"fraction=\(0.5, 0.5\): expected 0.1"),
+        ({"fraction": (-0.1, 0.5)}, r"fraction=\(-0.1, 0.5\): expected 0.1"),
+        ({"fraction": math.nan}, r"fraction"),
         ({"max_bad_fraction": 1.5}, "max_bad_fraction=1.5 is a fraction"),
         ({"repeats": 0}, "repeats=0: expected 1 or more"),
         ({"workers": -1}, "workers=-1: 0 or more"),
@@ -79,6 +84,7 @@ def test_mixing_is_on_with_mixup_or_cutmix(settings: dict[str, Any], mixes: bool
 @given(
     source=st.text(max_size=20),
     held_out=st.none() | st.floats(0.01, 0.99),
+    fraction=st.none() | st.floats(0.01, 1.0) | st.tuples(st.floats(0.0, 0.49), st.floats(0.5, 1.0)),
     class_names=st.none() | st.lists(st.text(max_size=5), max_size=3).map(tuple),
     resident=st.sampled_from([None, True, False]),
     workers=st.none() | st.integers(0, 64),
@@ -97,6 +103,13 @@ def test_json_round_trip_of_data_settings(**settings: Any) -> None:
 def test_json_round_trip_of_augmentation_settings(**settings: Any) -> None:
     config = AugmentConfig(**settings)
     assert AugmentConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "selected"), [("0.1", (0.0, 0.1)), ("0.5,1", (0.5, 1.0)), ("(0.25, 0.75)", (0.25, 0.75)), ("none", (0, 1))]
+)
+def test_a_fraction_is_a_share_or_a_range(text: str, selected: tuple[float, float]) -> None:
+    assert override(DataConfig(fraction=0.3), [f"fraction={text}"]).fraction_range == selected
 
 
 def test_overrides_of_data_and_augmentation() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import defaultdict
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.data.sources.holdout import group_names, hash_names, hold_out, hold_out_stratified
+from vitrail.data.sources.holdout import group_names, hash_names, hold_out, hold_out_stratified, select_range
 from vitrail.errors import ConfigError
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size=1, max_size=8)
@@ -153,6 +154,50 @@ def test_stratified_takes_the_exact_share_of_each_class():
     assert by_class(targets, mask) == {0: (90, 10), 1: (45, 5), 2: (1, 0)}
     smallest = np.argsort(hash_names(keys[:100]))[:10]
     assert set(np.flatnonzero(mask[:100])) == set(smallest.tolist())
+
+
+@given(images(), SHARES)
+def test_a_part_has_the_exact_share_of_each_class_but_at_least_one_image(data, share):
+    keys, targets = data
+    chosen = select_range(keys, targets, 0.0, share)
+    assert np.array_equal(chosen, np.unique(chosen))
+    for number in set(targets.tolist()):
+        assert (targets[chosen] == number).sum() == max(round(share * (targets == number).sum()), 1)
+
+
+@given(images(), SHARES, SHARES)
+def test_a_larger_share_contains_a_smaller_one(data, one, other):
+    keys, targets = data
+    small, large = (set(select_range(keys, targets, 0.0, share).tolist()) for share in sorted((one, other)))
+    assert small <= large
+
+
+@given(images(), st.lists(SHARES, max_size=3))
+def test_adjacent_ranges_are_disjoint_and_together_all_images_unless_a_class_has_too_few(data, inner):
+    keys, targets = data
+    edges = [0.0, *sorted(set(inner)), 1.0]
+    parts = [select_range(keys, targets, low, high) for low, high in itertools.pairwise(edges)]
+    for number in set(targets.tolist()):
+        members = np.flatnonzero(targets == number)
+        counts = np.diff([round(edge * len(members)) for edge in edges])
+        chosen = np.concatenate([part[targets[part] == number] for part in parts])
+        assert set(chosen.tolist()) <= set(members.tolist())
+        if (counts > 0).all():
+            assert sorted(chosen.tolist()) == members.tolist()
+
+
+@given(images(), SHARES, st.randoms())
+def test_the_images_of_a_part_do_not_depend_on_their_order(data, share, rng):
+    keys, targets = data
+    order = list(range(len(keys)))
+    rng.shuffle(order)
+    chosen = {keys[i] for i in select_range(keys, targets, 0.0, share)}
+    shuffled = [keys[i] for i in order]
+    assert {shuffled[i] for i in select_range(shuffled, targets[order], 0.0, share)} == chosen
+
+
+def test_no_images_have_an_empty_part():
+    assert select_range([], np.zeros(0, np.int64), 0.0, 0.5).tolist() == []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -171,6 +172,57 @@ def test_a_single_image_of_a_class_is_noted_and_used_for_training(make_folder, l
     assert logged_notes[1] == "the class b has only one image, used for training"
     assert 1 in splits.train.targets
     assert 1 not in splits.validation.targets
+
+
+def keys_of(source):
+    return [source.key(i) for i in range(len(source))]
+
+
+def test_a_fraction_selects_training_images_only(make_folder):
+    root = make_folder("photos", {"train/a": 40, "train/b": 20, "test/a": 3, "test/b": 3})
+    every, tenth = (open_data(DataConfig(source=str(root), held_out=0.25, fraction=f)) for f in (None, 0.1))
+    assert keys_of(tenth.validation) == keys_of(every.validation)
+    assert keys_of(tenth.test) == keys_of(every.test)
+    assert set(keys_of(tenth.train)) < set(keys_of(every.train))
+    for number in (0, 1):
+        count, whole = (int((splits.train.targets == number).sum()) for splits in (tenth, every))
+        assert count == max(round(0.1 * whole), 1)
+    assert tenth.train.name == f"{every.train.name}, 0.1 of each class"
+    assert (tenth.eval_split, tenth.train.labels) == ("held out", ("a", "b"))
+
+
+def test_the_selected_images_have_their_own_pixels_and_targets():
+    every, part = (open_data(DataConfig(source="digits", held_out=0.2, fraction=f)).train for f in (None, (0.5, 1.0)))
+    index = {key: i for i, key in enumerate(keys_of(every))}
+    where = [index[key] for key in keys_of(part)]
+    assert np.array_equal(part.pixels, every.pixels[where])
+    assert np.array_equal(part.targets, every.targets[where])
+
+
+def test_two_halves_are_all_training_images():
+    def train(fraction):
+        return open_data(DataConfig(source="digits", held_out=0.2, fraction=fraction)).train
+
+    first, second = (set(keys_of(train(half))) for half in (0.5, (0.5, 1.0)))
+    assert first.isdisjoint(second)
+    assert first | second == set(keys_of(train(None))) == set(keys_of(train(1.0)))
+    assert train((0.5, 1.0)).name.endswith(", 0.5 to 1 of each class")
+
+
+def test_a_fraction_of_multi_label_images_ignores_their_classes(make_folder, tmp_path):
+    make_folder("photos", {"a": 20})
+    rows = [f"photos/a/{i:03d}.png,{'a|b' if i % 2 else 'b'}" for i in range(20)]
+    (tmp_path / "t.csv").write_text("\n".join(["image,label", *rows]))
+    every, half = (open_data(DataConfig(source=str(tmp_path / "t.csv"), held_out=0.2, fraction=f)) for f in (None, 0.5))
+    assert half.train.multi_label
+    assert len(half.train) == round(0.5 * len(every.train))
+
+
+def test_no_fraction_of_a_stream_can_be_selected(shards):
+    root = shards("web", 1, 4)
+    config = DataConfig(source=f"stream:{root}/*.tar", validation="digits", class_names=tuple("0123456789"))
+    with pytest.raises(DataError, match=r"no part of stream:.* can be selected: a stream has no random access"):
+        open_data(config.replace(fraction=0.5))
 
 
 def test_an_evaluation_reads_the_test_split_or_everything(make_folder):
