@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vitrail.errors import ConfigError
-from vitrail.reproduction.experiment import Arm, Trial
+from vitrail.reproduction.experiment import Arm, Trial, slug
 from vitrail.reproduction.results import Results
 
 
@@ -23,8 +23,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"two arms have the same name among {', '.join(names)}.")
+        if len({slug(name).casefold() for name in names}) < len(names):
+            raise ConfigError(f"two arms have the same name, or names of the same folder, among {', '.join(names)}.")
         for arm in self.arms:
             if arm.parent is not None and arm.parent not in names:
                 raise ConfigError(f"the arm {arm.name} starts from {arm.parent!r}, which is not an arm.")
@@ -88,9 +88,10 @@ class Plan:
 def settings_digest(trial: Trial) -> str:
     """Digest of everything that determines a trial's result, without names and paths."""
     config = trial.config().to_dict()
-    for name in ("name", "device", "init_from"):
+    for name in ("name", "device"):
         config.pop(name)
-    config["distill"].pop("teacher")
+    if trial.arm.parent is not None:  # whose model has a path that is not the same in every folder
+        config.pop("init_from") if trial.arm.parent_setting == "init_from" else config["distill"].pop("teacher")
     for name in ("root", "workers"):
         config["data"].pop(name)
     described = {
