@@ -108,7 +108,7 @@ def compare(
 
 
 def similar(claim: str, results: Results, arms: Sequence[str], gap: float | None, *, why_not: str = "") -> Verdict:
-    """The verdict on "these arms are alike": the best and the worst differ by less than a third of `gap`.
+    """The verdict on "these arms are alike": the best and the worst differ by at most a third of `gap`.
 
     `gap`: a difference that the source calls large, from the same runs.
     """

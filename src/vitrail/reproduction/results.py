@@ -48,6 +48,10 @@ class TrialResult:
     """FLOPs of a forward pass for one image."""
     parameters: int = 0
 
+    def __post_init__(self) -> None:
+        finite = {name: value for name, value in self.measures.items() if math.isfinite(value)}
+        object.__setattr__(self, "measures", finite)  # JSON has no NaN
+
     def value(self, metric: str) -> float | None:
         """`test`, `validation`, `seconds`, `flops`, `parameters` or a measurement."""
         found = self.measures[metric] if metric in self.measures else getattr(self, metric, None)
@@ -136,8 +140,8 @@ class Results:
         if not values:
             return None
         if len(values) == 1 and metric in SCORES:
-            (trial,) = self.selected(arm).values()
-            (value,) = values.values()
+            ((seed, value),) = values.items()
+            trial = self.selected(arm)[seed]
             count = trial.test_count if metric == "test" else trial.validation_count
             return SeedMean(value, *wilson_interval(value * count, count), 1)
         return mean_over_seeds(list(values.values()))
