@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vitrail.models import BiT, Output, ViT
     from vitrail.open_model import create, create_model, load
     from vitrail.predictions import Prediction
+    from vitrail.reproduction.reproduce import Reproduction, reproduce
     from vitrail.training.runs import Run, finetune, train
 
     __version__: str
@@ -28,6 +29,7 @@ _MODULE_OF = {
     "Output": "vitrail.models",
     "Prediction": "vitrail.predictions",
     "PreprocessConfig": "vitrail.config",
+    "Reproduction": "vitrail.reproduction.reproduce",
     "Run": "vitrail.training.runs",
     "StemConfig": "vitrail.config",
     "TrainConfig": "vitrail.config",
@@ -40,6 +42,7 @@ _MODULE_OF = {
     "export": "vitrail.exporting.export_model",
     "finetune": "vitrail.training.runs",
     "load": "vitrail.open_model",
+    "reproduce": "vitrail.reproduction.reproduce",
     "train": "vitrail.training.runs",
 }
 
@@ -51,6 +54,7 @@ __all__ = [
     "Output",
     "Prediction",
     "PreprocessConfig",
+    "Reproduction",
     "Run",
     "StemConfig",
     "TrainConfig",
@@ -64,6 +68,7 @@ __all__ = [
     "export",
     "finetune",
     "load",
+    "reproduce",
     "train",
 ]
 

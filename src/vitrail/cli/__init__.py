@@ -28,6 +28,7 @@ from vitrail.cli import (
     models,
     predict,
     probe,
+    reproduce,
     serve,
     train,
     vtab,
@@ -78,6 +79,7 @@ app.command("figures")(figures.figures)
 app.command("eval")(eval.evaluate)
 app.command("probe")(probe.probe)
 app.command("vtab")(vtab.vtab)
+app.command("reproduce")(reproduce.reproduce)
 app.command("embed")(embed.embed)
 app.command("convert")(convert.convert)
 app.command("export")(export.export)

@@ -78,8 +78,8 @@ def _facts(
     if rates:
         yield (
             "Learning rates",
-            f"each arm uses the best of {', '.join(f'{lr:g}' for lr in rates)}, selected with seed 0 on training images "
-            "that are held out; the test images are used for the final number only",
+            f"each arm uses the best of {', '.join(f'{lr:g}' for lr in rates)}, selected with seed 0 on training "
+            "images that are held out; the test images are used for the final number only",
         )
     yield "Intervals", "95 %, Student's t over seeds; with one seed, Wilson's interval of the test images"
     yield "Time", f"{format_duration(seconds)} in all runs together, on {_device_name(device)}"

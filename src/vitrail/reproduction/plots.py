@@ -83,8 +83,8 @@ def line_plot(
         low = [factor * (mean.low if mean.has_interval else mean.value) for _, mean in points]
         high = [factor * (mean.high if mean.has_interval else mean.value) for _, mean in points]
         ax.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-        style = {"linestyle": DASHES[i % len(DASHES)], "marker": MARKERS[i % len(MARKERS)], "markersize": 5}
-        ax.plot(x, y, color=color, linewidth=1.8, label=line.name, **style)
+        dash, marker = DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)]
+        ax.plot(x, y, color=color, linewidth=1.8, label=line.name, linestyle=dash, marker=marker, markersize=5)
     if log_x:
         ax.set_xscale("log")
     if x_ticks:

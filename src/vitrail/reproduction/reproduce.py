@@ -13,11 +13,12 @@ from typing import Any
 from vitrail.config import DataConfig
 from vitrail.errors import ConfigError, TrainError
 from vitrail.reproduction.analysis import Analysis
+from vitrail.reproduction.dry_run import check_feasible
 from vitrail.reproduction.experiment import Experiment, Scale
 from vitrail.reproduction.page import write_page
 from vitrail.reproduction.pool import WorkerPool
 from vitrail.reproduction.results import Results, TrialResult
-from vitrail.reproduction.session import Request, Session, open_session
+from vitrail.reproduction.session import Request, Session, join_trials, open_session
 from vitrail.runs.run_folder import RunFolder
 from vitrail.storage.locks import lock_within
 
@@ -102,8 +103,12 @@ def reproduce(
     )  # fmt: skip
     if request.resolved_scale == "gpu" and request.device_kind == "cpu":
         raise ConfigError("--scale gpu takes hours without a GPU; try --scale tiny, or --device.")
-    session = open_session(request)
-    with _lock(session.out):
+    request.folder.mkdir(parents=True, exist_ok=True)
+    with _lock(request.folder):
+        join_trials(join, request.folder)
+        session = open_session(request)
+        if request.resolved_scale == "paper":
+            check_feasible(request)
         _run_trials(session, request.num_jobs, request.threads, on_progress)
         return _write_results(session, command)
 

@@ -21,7 +21,7 @@ from vitrail.config import (
 )
 from vitrail.recipes.cifar10 import MEAN, STD
 from vitrail.recipes.digits import small_gray_vit
-from vitrail.recipes.imagenet import imagenet21k_b16
+from vitrail.recipes.imagenet import SHARDS, SHARDS_21K, imagenet21k_b16
 from vitrail.reproduction.experiment import Scale
 
 LEARNING_RATES: dict[Scale, tuple[float, ...]] = {
@@ -30,6 +30,9 @@ LEARNING_RATES: dict[Scale, tuple[float, ...]] = {
     "paper": (1e-3, 3e-4, 3e-3),
 }
 """The learning rates that every arm may choose from, the most likely first."""
+
+NOMINAL_IMAGES = {"digits": 1_437, "mnist": 60_000, "cifar10": 50_000, SHARDS: 1_281_167, SHARDS_21K: 14_000_000}
+"""Training images of each dataset, for estimates where the data is not on this machine."""
 
 
 def base_config(scale: Scale, data: DataConfig | None = None, **changes: Any) -> TrainConfig:
@@ -45,12 +48,20 @@ def base_config(scale: Scale, data: DataConfig | None = None, **changes: Any) ->
         **{
             "data": chosen.to_dict(),
             "keep": "last",
+            "grad_accum_steps": 8 if scale == "paper" else 1,
             "evaluate_every": None,
             "checkpoint_every": epochs(10),
             "compare": (),
             **changes,
         }
     )
+
+
+def recipe_config(recipe: TrainConfig, scale: Scale, data: DataConfig | None = None) -> TrainConfig:
+    """A recipe's settings, prepared for an experiment as those of a scale are."""
+    fields = ("model", "preprocess", "augment", "objective", "optim", "schedule", "duration", "batch_size", "classify")
+    changes = {name: getattr(recipe, name) for name in (*fields, "masked_patch", "ema", "compile")}
+    return base_config(scale, recipe.data if data is None else data, **changes)
 
 
 def vary_model(config: TrainConfig, **fields: Any) -> TrainConfig:

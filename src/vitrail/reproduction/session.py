@@ -11,13 +11,14 @@ from typing import Any
 
 from vitrail.config import DataConfig, override
 from vitrail.data.sources import open_data
-from vitrail.errors import ConfigError, NotFoundError, TrainError, did_you_mean
+from vitrail.errors import ConfigError, NotFoundError, TrainError, VitrailError, did_you_mean
 from vitrail.reproduction.cost import CostModel
 from vitrail.reproduction.experiment import Arm, Experiment, Scale, Trial
 from vitrail.reproduction.experiments import EXPERIMENTS
 from vitrail.reproduction.planning import Plan, fit_budget, parse_part, select_part, settings_digest
 from vitrail.reproduction.pool import Reply
 from vitrail.reproduction.results import Results, TrialResult, read_result
+from vitrail.reproduction.scales import NOMINAL_IMAGES
 from vitrail.runtime import pick_device
 from vitrail.runtime.cores import usable_cores
 from vitrail.training.resuming import PROPORTIONAL, scale_durations, setting_name
@@ -56,6 +57,11 @@ class Request:
         return pick_device(self.device).type
 
     @property
+    def estimated_device(self) -> str:
+        """The device kind whose speed is assumed: the paper's scale is never run on a CPU."""
+        return "cuda" if self.resolved_scale == "paper" and self.device_kind == "cpu" else self.device_kind
+
+    @property
     def resolved_scale(self) -> Scale:
         return self.scale or ("tiny" if self.device_kind == "cpu" else "gpu")
 
@@ -77,7 +83,9 @@ class Request:
     @property
     def num_jobs(self) -> int:
         cores = usable_cores()
-        return self.jobs or (cores if self.device_kind == "cpu" else min(cores, GPU_JOBS))
+        if self.jobs is not None or self.resolved_scale == "paper":
+            return self.jobs or 1
+        return cores if self.device_kind == "cpu" else min(cores, GPU_JOBS)
 
     @property
     def threads(self) -> int:
@@ -107,7 +115,7 @@ def _override_arm(arm: Arm, overrides: Sequence[str]) -> Arm:
     return replace_fields(arm, config=scale_durations(arm.config, changed, PROPORTIONAL, set(names)))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Session:
     """One call of `reproduce`."""
 
@@ -120,9 +128,10 @@ class Session:
     """The plan without budget and part."""
     cost: CostModel
     device: str
-    data_root: str | None
     data_workers: int
     """Decoding processes of each run."""
+    data_error: str | None = None
+    """Why the data cannot be read, if it cannot."""
     left_out: str | None = None
     """What a budget or a part leaves out."""
     results: Results = field(init=False)
@@ -141,8 +150,10 @@ class Session:
 
     def _read_finished(self) -> None:
         """Read the results in the folder: first those of all learning rates, which determine the further seeds."""
-        while any([self._read(t) for t in list(self.whole.trials(self.results)) if t.key not in self.results.trials]):
-            pass
+        added = 1
+        while added:
+            missing = [trial for trial in self.whole.trials(self.results) if trial.key not in self.results.trials]
+            added = sum(self._read(trial) for trial in missing)
 
     def _read(self, trial: Trial) -> bool:
         result = read_result(self.result_path(trial))
@@ -161,8 +172,6 @@ class Session:
         parent = self.plan.parent_trial(trial, self.results) if trial.arm.parent is not None else None
         model = None if parent is None else str((self.trials_folder / parent.key / "model").absolute())
         data = trial.arm.config.data.replace(workers=self.data_workers)
-        if self.data_root is not None:
-            data = data.replace(root=self.data_root)
         config = trial.config(model).replace(device=self.device, data=data.to_dict())
         return {
             "key": trial.key,
@@ -190,43 +199,60 @@ class Session:
 
     def seconds_left(self, running: Mapping[str, float]) -> float:
         """Estimated duration of the trials that are not finished. `running`: key -> the fraction that is done."""
-        finished = sum(trial.key in self.results.trials for trial in self.plan.trials(self.results))
-        left = 1 - (finished + sum(running.values())) / max(self.plan.num_trials, 1)
-        return max(self.cost.of_plan(self.plan) * left, 0.0)
+        arms = {trial.key: trial.arm for trial in self.plan.trials(self.results)}
+        begun = sum(self.cost.seconds(arms[key]) * done for key, done in running.items() if key in arms)
+        return max(self.cost.of_unfinished(self.plan, self.results) - begun / self.cost.jobs, 0.0)
+
+    def select(self, part: str | None, budget_s: float | None) -> None:
+        """Reduce the plan to a part of it, and to what fits into a budget with the trials that are finished."""
+        reasons = []
+        if part is not None:
+            number, count = parse_part(part)
+            self.plan = select_part(self.plan, number, count, lambda arm: self.cost.of_arm(arm, self.whole))
+            if count > 1:
+                reasons.append(f"the arms of the other {count - 1} part{'s' * (count > 2)}")
+        if budget_s is not None:
+            self.plan, cut = fit_budget(self.plan, budget_s, lambda plan: self.cost.of_unfinished(plan, self.results))
+            if cut:
+                reasons.append(f"the budget allows {cut}")
+        self.left_out = "; ".join(reasons) or None
 
 
-def open_session(request: Request) -> Session:
-    """The session of a request, with the finished trials of its folder and of those to join."""
+def open_session(request: Request, *, require_data: bool = True) -> Session:
+    """The session of a request, with the finished trials of its folder.
+
+    Without `require_data`, data that is missing is stated in `data_error`, and its usual number of images is assumed.
+    """
     experiment, whole = find_experiment(request.name), request.whole_plan()
     first = whole.arms[0].config.data
-    root = None if request.data is None else request.data.root
-    splits = open_data((first if root is None else first.replace(root=root)).replace(fraction=None))
-    num_images = round(len(splits.train) / (1 - (first.held_out or 0.0)))
-    cost = CostModel(request.device_kind, num_images, request.num_jobs)
+    data_error = None
+    try:
+        splits = open_data(first.replace(fraction=None))
+        num_images = len(splits.train) + (len(splits.validation) if first.held_out else 0)
+    except VitrailError as error:
+        if require_data:
+            raise
+        data_error, num_images = str(error), NOMINAL_IMAGES.get(first.source, 1_000_000)
     out = request.folder
-    (out / "trials").mkdir(parents=True, exist_ok=True)
-    for other in request.join:
-        _copy_trials(Path(other), out)
     session = Session(
-        experiment, request.resolved_scale, out, whole, whole, cost, request.device, root, request.data_workers
+        experiment=experiment,
+        scale=request.resolved_scale,
+        out=out,
+        plan=whole,
+        whole=whole,
+        cost=CostModel(request.estimated_device, num_images, whole.arms, request.num_jobs),
+        device=request.device,
+        data_workers=request.data_workers,
+        data_error=data_error,
     )
-    session.plan, session.left_out = _select(request, whole, cost)
+    session.select(request.part, request.budget_s)
     return session
 
 
-def _select(request: Request, whole: Plan, cost: CostModel) -> tuple[Plan, str | None]:
-    """The part of the plan to run, and what it leaves out."""
-    plan, reasons = whole, []
-    if request.part is not None:
-        number, count = parse_part(request.part)
-        plan = select_part(whole, number, count, lambda arm: cost.of_arm(arm, whole))
-        if count > 1:
-            reasons.append(f"the arms of the other {count - 1} part{'s' * (count > 2)}")
-    if request.budget_s is not None:
-        plan, cut = fit_budget(plan, request.budget_s, cost.of_plan)
-        if cut:
-            reasons.append(f"the budget allows {cut}")
-    return plan, "; ".join(reasons) or None
+def join_trials(sources: Sequence[str | Path], folder: Path) -> None:
+    """Copy the finished trials of other folders."""
+    for source in sources:
+        _copy_trials(Path(source), folder)
 
 
 def _copy_trials(source: Path, folder: Path) -> None:
@@ -234,6 +260,7 @@ def _copy_trials(source: Path, folder: Path) -> None:
     found = sorted((source / "trials").glob("*.json"))
     if not found:
         raise NotFoundError(f"{source} has no finished trials to join.")
+    (folder / "trials").mkdir(parents=True, exist_ok=True)
     for path in found:
         if (folder / "trials" / path.name).exists():
             continue

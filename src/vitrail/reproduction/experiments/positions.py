@@ -70,8 +70,8 @@ def analyze(results: Results) -> Analysis:
     metrics = {"test": "test accuracy, %", "5-shot": "5-shot accuracy, %"}
     caption = "Accuracy by position encoding, with 95 % intervals over seeds."
     note = (
-        "The paper measures 5-shot accuracy on ImageNet after pre-training a B/16 on JFT with 196 patches per image; the "
-        "numbers here are of a small model trained on a small dataset, so only their differences can be compared. "
+        "The paper measures 5-shot accuracy on ImageNet after pre-training a B/16 on JFT with 196 patches per image; "
+        "the numbers here are of a small model trained on a small dataset, so only their differences can be compared. "
         "Sin-cos and rotary encodings are later work and not in the paper's table."
     )
     return Analysis(

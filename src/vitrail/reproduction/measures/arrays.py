@@ -19,4 +19,4 @@ def save_arrays(run: Run, **arrays: npt.NDArray[Any]) -> None:
         with np.load(path, allow_pickle=False) as found:
             arrays = {**found, **arrays}
     with atomic_file(path) as temporary, temporary.open("wb") as file:
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]

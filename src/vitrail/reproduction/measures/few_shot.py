@@ -12,16 +12,19 @@ MAX_PROBE_IMAGES = 5000
 
 
 def few_shot(run: Run) -> dict[str, float]:
-    """`5-shot`: accuracy of the paper's least-squares classifier on frozen features, 5 images per class."""
-    splits, model = open_data(run.config.data), run.model
+    """`5-shot`: accuracy of the paper's least-squares classifier on frozen features, 5 images per class.
+
+    The 5 are chosen from all training images, also if the run has used a fraction of them.
+    """
+    splits, model = open_data(run.config.data.replace(fraction=None)), run.model
     tested = splits.test if splits.test is not None else splits.validation
     parts = [subsample(source, MAX_PROBE_IMAGES) for source in (splits.train, tested)]
-    features = [
+    train, test = (
         extract_features(
             model.net, part, preprocess=model.preprocess, spec=FeatureSpec(), batch_size=500, device=model.device
         )[0]
         for part in parts
-    ]
+    )
     settings = ProbeSettings(methods=("fewshot",), shots=(5,), num_seeds=5)
-    (score,) = probe_features(*features, settings, device=model.device).scores
+    (score,) = probe_features(train, test, settings, device=model.device).scores
     return {"5-shot": score.accuracy.value}
