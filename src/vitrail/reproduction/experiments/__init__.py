@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 from vitrail.reproduction.experiment import Experiment
+from vitrail.reproduction.experiments.data_size import DATA_SIZE
+from vitrail.reproduction.experiments.pooling import POOLING
 from vitrail.reproduction.experiments.positions import POSITIONS
+from vitrail.reproduction.experiments.regularization import REGULARIZATION
+from vitrail.reproduction.experiments.scaling import SCALING
 
-EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in (POSITIONS,)}
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.name: experiment
+    for experiment in (
+        POSITIONS,
+        POOLING,
+        DATA_SIZE,
+        REGULARIZATION,
+        SCALING,
+    )
+}

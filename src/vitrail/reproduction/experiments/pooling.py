@@ -1,0 +1,191 @@
+"""Class token, mean of the patches or attention pooling, each at every learning rate of a sweep: the paper's Fig. 9."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from vitrail.config import DataConfig
+from vitrail.reproduction.analysis import Analysis, Cell, Paragraph, Plot, Table, Verdict, compare
+from vitrail.reproduction.experiment import Arm, Experiment, Scale
+from vitrail.reproduction.plots import Line, line_plot
+from vitrail.reproduction.results import Results, SeedMean
+from vitrail.reproduction.scales import base_config, vary_model
+
+TOKEN, MEAN, ATTENTION = "class token", "mean", "attention"
+POOLINGS: dict[str, dict[str, Any]] = {
+    TOKEN: {"class_token": True, "pool": "token"},
+    MEAN: {"class_token": False, "pool": "gap"},
+    ATTENTION: {"class_token": False, "pool": "map"},
+}
+RATES: dict[Scale, tuple[float, ...]] = {
+    "tiny": (3e-3, 1e-3, 1e-2, 3e-4, 3e-2),
+    "gpu": (1e-3, 5e-4, 2e-3, 2.5e-4, 4e-3),
+    "paper": (8e-4, 3e-4, 1.6e-3),
+}
+"""The sweep, the most likely first. `paper`: the two rates of Fig. 9 and one above."""
+PUBLISHED_RATES = {TOKEN: "0.0008", MEAN: "0.0003"}
+"""Fig. 9: the learning rates at which both reach the same 5-shot accuracy on ImageNet; the paper draws it only."""
+MARGIN = 0.01
+"""Poolings whose accuracies differ by less than this are called equal."""
+
+
+def arm_name(pooling: str, rate: float) -> str:
+    return f"{pooling}, {rate:g}"
+
+
+def arms(scale: Scale, data: DataConfig | None = None) -> list[Arm]:
+    """An arm for each pooling and learning rate, so that all of them have every seed."""
+    config = base_config(scale, data)
+    return [
+        Arm(
+            name=arm_name(pooling, rate),
+            config=vary_model(config.replace(optim=config.optim.replace(lr=rate).to_dict()), **fields),
+            factors={"pooling": pooling, "learning rate": f"{rate:g}"},
+            measures=("5-shot",),
+        )
+        for rate in RATES[scale]
+        for pooling, fields in POOLINGS.items()
+    ]
+
+
+def best_rate(results: Results, pooling: str) -> float | None:
+    """The learning rate with the highest validation accuracy, the mean over seeds; None without a result."""
+    found = {rate: results.mean(arm_name(pooling, rate), "validation") for rate in RATES[results.scale]}
+    known = {rate: mean.value for rate, mean in found.items() if mean is not None}
+    return max(known, key=lambda rate: known[rate]) if known else None
+
+
+def analyze(results: Results) -> Analysis:
+    rates = {pooling: rate for pooling in POOLINGS if (rate := best_rate(results, pooling)) is not None}
+    best = {pooling: arm_name(pooling, rate) for pooling, rate in rates.items()}
+    verdicts = [
+        _equal("The mean of the patches is as good as the class token, each at its own learning rate.", results, best,
+               MEAN),
+        _needs_own_rate(results, rates),
+        _equal("Attention pooling is as good as the class token, each at its own learning rate.", results, best,
+               ATTENTION),
+    ]  # fmt: skip
+    return Analysis(
+        verdicts,
+        [
+            Plot("pooling", "Test accuracy at each learning rate; bands are 95 % intervals.", lambda: plot(results)),
+            _best_table(results, best),
+            _sweep_table(results),
+            Paragraph(_edges(results, rates)),
+            Paragraph(
+                "The paper shows 5-shot accuracy on ImageNet during the pre-training of a ViT on JFT-300M, for two "
+                "learning rates of the mean and one of the class token, in a figure without numbers. Here a small "
+                "model is trained on a small dataset, and each pooling has the same sweep of learning rates with every "
+                "seed at every rate; its own rate is the one with the highest mean accuracy on held-out training "
+                "images. Attention pooling (one learned query over the patches, then an MLP) is later work and has "
+                f"more parameters. Accuracies within {100 * MARGIN:g} point are called equal."
+            ),
+        ],
+    )
+
+
+def _equal(claim: str, results: Results, best: dict[str, str], pooling: str) -> Verdict:
+    """The verdict on "as good as the class token": the interval of the difference lies within the margin."""
+    difference = results.difference(best[pooling], best[TOKEN]) if pooling in best and TOKEN in best else None
+    return equality(claim, difference, f"{pooling} minus {TOKEN}")
+
+
+def equality(claim: str, difference: SeedMean | None, name: str) -> Verdict:
+    if difference is None:
+        return Verdict(claim, "undecided", "too few of the runs are finished.")
+    reason = f"{name}: {100 * difference.value:+.2f} points"
+    if not difference.has_interval:
+        return Verdict(claim, "undecided", f"{reason} with one seed; more seeds give an interval.")
+    reason += (
+        f" ({100 * difference.low:+.2f} to {100 * difference.high:+.2f}, {difference.count} seeds); "
+        f"equal means within {100 * MARGIN:g}."
+    )
+    if difference.low > -MARGIN and difference.high < MARGIN:
+        return Verdict(claim, "holds", reason)
+    if difference.low > MARGIN or difference.high < -MARGIN:
+        return Verdict(claim, "does not hold", reason)
+    return Verdict(claim, "undecided", reason)
+
+
+def _needs_own_rate(results: Results, rates: dict[str, float]) -> Verdict:
+    claim = "The mean of the patches needs another learning rate: at the class token's it is worse than at its own."
+    if TOKEN not in rates or MEAN not in rates:
+        return Verdict(claim, "undecided", "too few of the runs are finished.")
+    if rates[TOKEN] == rates[MEAN]:
+        if any(not results.values(arm_name(p, rate)) for p in (TOKEN, MEAN) for rate in RATES[results.scale]):
+            return Verdict(claim, "undecided", f"both are best at {rates[MEAN]:g}, but the sweep is not finished.")
+        return Verdict(claim, "does not hold", f"both are best at {rates[MEAN]:g}, the same rate of the sweep.")
+    own, other = (arm_name(MEAN, rates[pooling]) for pooling in (MEAN, TOKEN))
+    return compare(claim, results.difference(own, other), f"mean at {rates[MEAN]:g}", f"mean at {rates[TOKEN]:g}")
+
+
+def _best_table(results: Results, best: dict[str, str]) -> Table:
+    rows: list[list[Cell]] = []
+    for pooling, arm in best.items():
+        minus = results.difference(arm, best[TOKEN]) if pooling != TOKEN and TOKEN in best else None
+        rate = str(results.arms[arm].factors["learning rate"])
+        scores = [results.mean(arm, metric) for metric in ("test", "5-shot")]
+        rows.append([pooling, rate, *scores, minus, PUBLISHED_RATES.get(pooling)])
+    columns = [
+        "pooling", "its learning rate", "test accuracy, %", "5-shot accuracy, %", f"minus {TOKEN}",
+        "paper, Fig. 9: its learning rate",
+    ]  # fmt: skip
+    return Table("Each pooling at its own learning rate, with 95 % intervals over seeds.", columns, rows)
+
+
+def _sweep_table(results: Results) -> Table:
+    rows: list[list[Cell]] = []
+    for pooling in POOLINGS:
+        for rate in sorted(RATES[results.scale]):
+            arm = arm_name(pooling, rate)
+            rows.append([pooling, f"{rate:g}", *(results.mean(arm, m) for m in ("validation", "test", "5-shot"))])
+    columns = ["pooling", "learning rate", "validation accuracy, %", "test accuracy, %", "5-shot accuracy, %"]
+    return Table("Accuracy at each learning rate.", columns, rows)
+
+
+def _edges(results: Results, rates: dict[str, float]) -> str:
+    """Sentences about the selected rates, and about the sensitivity of each pooling to the rate."""
+    sentences = []
+    sweep = RATES[results.scale]
+    for pooling, rate in rates.items():
+        means = [results.mean(arm_name(pooling, other)) for other in sweep]
+        values = [mean.value for mean in means if mean is not None]
+        text = f"{pooling.capitalize()}: best at {rate:g}"
+        if len(values) > 1:
+            text += f"; over the sweep its test accuracy varies by {100 * (max(values) - min(values)):.2f} points"
+        if rate in (min(sweep), max(sweep)) and len(values) == len(sweep):
+            text += ", and a rate outside of the sweep may be better still"
+        sentences.append(text + ".")
+    return " ".join(sentences) or "No run is finished."
+
+
+def plot(results: Results) -> Figure:
+    lines = []
+    for pooling in POOLINGS:
+        means = {rate: results.mean(arm_name(pooling, rate)) for rate in RATES[results.scale]}
+        lines.append(Line(pooling, {rate: _clipped(mean) for rate, mean in means.items() if mean is not None}))
+    source = next(iter(results.arms.values())).config.data.source
+    return line_plot(
+        lines, "Pooling and learning rate", f"{source}, {results.num_seeds} seeds", "learning rate",
+        "test accuracy, %", log_x=True, x_ticks=sorted(RATES[results.scale]),
+    )  # fmt: skip
+
+
+def _clipped(mean: SeedMean) -> SeedMean:
+    """An interval that stays within 0 and 100 %."""
+    return SeedMean(mean.value, max(mean.low, 0.0), min(mean.high, 1.0), mean.count) if mean.has_interval else mean
+
+
+POOLING = Experiment(
+    name="pooling",
+    title="Class token or mean of the patches",
+    claim=(
+        "A classifier on the mean of the patches works as well as one on the class token, but it needs another "
+        "learning rate; this fully explains why it first performed very poorly."
+    ),
+    source="Dosovitskiy et al., An Image is Worth 16x16 Words, appendix D.3, Fig. 9",
+    arms=arms,
+    analyze=analyze,
+)

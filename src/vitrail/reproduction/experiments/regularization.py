@@ -1,0 +1,223 @@
+"""Weight decay, dropout with stochastic depth, and augmentation, against fractions of the training images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+
+from vitrail.config import DataConfig, TrainConfig
+from vitrail.reproduction.analysis import Analysis, Cell, Paragraph, Plot, Table, Verdict, arm_table, compare
+from vitrail.reproduction.curves import contrast, curve_of_seed, geometric_mean, mean_curve, x_where
+from vitrail.reproduction.data_fractions import on_fraction
+from vitrail.reproduction.experiment import Arm, Experiment, Scale
+from vitrail.reproduction.plots import Line, line_plot
+from vitrail.reproduction.results import Results, SeedMean
+from vitrail.reproduction.scales import LEARNING_RATES, base_config, vary_model
+
+NONE, DECAY, DROPOUT, AUGMENT = "none", "weight decay", "dropout, stochastic depth", "augmentation"
+TREATMENTS = (NONE, AUGMENT, DROPOUT, DECAY)
+FRACTIONS: dict[Scale, tuple[float, ...]] = {
+    "tiny": (0.1, 0.3, 1.0),
+    "gpu": (0.03, 0.1, 0.3, 1.0),
+    "paper": (0.1, 1.0),
+}
+"""Fractions of the training images. `paper`: ImageNet-1k has a tenth of the images of ImageNet-21k."""
+WEIGHT_DECAY: dict[Scale, float] = {"tiny": 1.0, "gpu": 0.3, "paper": 0.1}
+"""Decay per unit of the learning rate. The paper's 0.1 would shrink nothing in the few steps of the smaller scales."""
+MAGNITUDE: dict[Scale, float] = {"tiny": 5.0, "gpu": 10.0, "paper": 10.0}
+"""Magnitude of RandAugment; the operations at full magnitude make digits of 8 px unreadable."""
+PUBLISHED_FACTOR = 10.0
+"""Section 4.1: augmentation and regularization are worth about an order of magnitude of data."""
+TOLERANCE = 3.0
+"""About ten means within this factor."""
+
+
+def arm_name(treatment: str, fraction: float) -> str:
+    return f"{treatment}, {100 * fraction:g} %"
+
+
+def treat(config: TrainConfig, treatment: str, scale: Scale) -> TrainConfig:
+    """One treatment and none of the others. All of them have the scale's crops and flips, as in the paper."""
+    decay = WEIGHT_DECAY[scale] if treatment == DECAY else 0.0
+    rate = 0.1 if treatment == DROPOUT else 0.0
+    changes = {"optim": config.optim.replace(weight_decay=decay).to_dict()}
+    if treatment == AUGMENT:
+        augment = config.augment.replace(policy="rand", num_ops=2, magnitude=MAGNITUDE[scale], mixup=0.2)
+        changes["augment"] = augment.to_dict()
+    return vary_model(config.replace(**changes), dropout=rate, drop_path=rate)
+
+
+def arms(scale: Scale, data: DataConfig | None = None) -> list[Arm]:
+    """Every fraction with the same number of steps, the least data first."""
+    return [
+        Arm(
+            name=arm_name(treatment, fraction),
+            config=on_fraction(treat(base_config(scale, data), treatment, scale), scale, fraction),
+            factors={"regularization": treatment, "training images, %": f"{100 * fraction:g}"},
+            learning_rates=LEARNING_RATES[scale],
+        )
+        for fraction in FRACTIONS[scale]
+        for treatment in TREATMENTS
+    ]
+
+
+def treatment_arms(scale: Scale, treatment: str) -> dict[float, str]:
+    """Percentage of the training images -> arm."""
+    return {100 * fraction: arm_name(treatment, fraction) for fraction in FRACTIONS[scale]}
+
+
+@dataclass(frozen=True)
+class DataWorth:
+    """How many times the data the unregularized model needs for the accuracy of a treatment."""
+
+    factor: SeedMean | None
+    """Geometric mean over the seeds; a seed that is beyond the curve counts with the end of the curve."""
+    num_above: int = 0
+    """Seeds that are better than the unregularized model with all data: their factor is a lower bound."""
+
+    @property
+    def text(self) -> str | None:
+        if self.factor is None:
+            return None
+        bound = "at least " if self.num_above else ""
+        interval = f" ({self.factor.low:.2g} to {self.factor.high:.2g})" if self.factor.has_interval else ""
+        return f"{bound}{self.factor.value:.2g}{interval}"
+
+
+def data_worth(results: Results, treatment: str, percent: float) -> DataWorth:
+    """Interpolated for each seed from its curve without regularization, linear in the logarithm of the data."""
+    plain, treated = treatment_arms(results.scale, NONE), treatment_arms(results.scale, treatment)
+    factors, above = [], 0
+    for seed, score in results.values(treated[percent]).items():
+        curve = curve_of_seed(results, plain, seed)
+        if len(curve) < 2:
+            continue
+        reached = x_where(curve, score)
+        if reached is None:
+            is_above = score > max(curve.values())
+            above += is_above
+            reached = max(curve) if is_above else min(curve)
+        factors.append(reached / percent)
+    return DataWorth(geometric_mean(factors), above)
+
+
+def analyze(results: Results) -> Analysis:
+    least, most = min(FRACTIONS[results.scale]), max(FRACTIONS[results.scale])
+    few = {treatment: arm_name(treatment, least) for treatment in TREATMENTS}
+    full = {treatment: arm_name(treatment, most) for treatment in TREATMENTS}
+    verdicts = [
+        compare(f"With {100 * least:g} % of the data, augmentation helps.",
+                results.difference(few[AUGMENT], few[NONE]), AUGMENT, NONE),
+        _worth_verdict(results, 100 * least),
+        compare(f"Augmentation helps more than dropout and stochastic depth ({100 * least:g} % of the data).",
+                results.difference(few[AUGMENT], few[DROPOUT]), AUGMENT, "dropout"),
+        compare("With more data and the same number of steps, augmentation helps less.",
+                contrast(results, [few[AUGMENT], full[NONE]], [few[NONE], full[AUGMENT]]),
+                f"gain at {100 * least:g} %", "gain at 100 %"),
+    ]  # fmt: skip
+    caption = "Test accuracy by treatment and number of training images, with 95 % intervals over seeds."
+    return Analysis(
+        verdicts,
+        [
+            Plot("regularization", "Test accuracy over the data; bands are 95 % intervals.", lambda: plot(results)),
+            _gains(results),
+            _worths(results),
+            arm_table(results, caption, {"test": "test accuracy, %"}),
+            Paragraph(_describe_full(results, full)),
+            Paragraph(
+                "The paper trains nine ViTs on ImageNet-1k for 300 epochs and on the ten times larger ImageNet-21k "
+                "for 30, with two rates of dropout and stochastic depth (0 and 0.1), seven strengths of mixup and "
+                "RandAugment and two of weight decay; its best models with augmentation and regularization on "
+                "ImageNet-1k are about equal to plain ones on ImageNet-21k after fine-tuning (Fig. 1). Here a small "
+                "model is trained on fractions of one small dataset, all for the same number of steps, without "
+                "fine-tuning. Each treatment has one strength: dropout and stochastic depth 0.1, RandAugment of 2 "
+                f"operations at magnitude {MAGNITUDE[results.scale]:g} of 10 with mixup 0.2, weight decay "
+                f"{WEIGHT_DECAY[results.scale]:g}; 'none' keeps random crops (and flips, where the data has them)."
+            ),
+        ],
+    )
+
+
+def _worth_verdict(results: Results, percent: float) -> Verdict:
+    claim = f"Augmentation is worth about {PUBLISHED_FACTOR:g} times the data (at {percent:g} % of the data)."
+    worth = data_worth(results, AUGMENT, percent)
+    if worth.factor is None:
+        return Verdict(claim, "undecided", "too few of the runs are finished.")
+    factor = worth.factor
+    reason = (
+        f"without it, the same accuracy takes {worth.text} times the data; about ten means "
+        f"{PUBLISHED_FACTOR / TOLERANCE:.2g} to {PUBLISHED_FACTOR * TOLERANCE:.2g}."
+    )
+    if worth.num_above:
+        reason += f" {worth.num_above} of {factor.count} seeds are better than all data without it."
+    if not factor.has_interval:
+        return Verdict(claim, "undecided", f"{reason} One seed has no interval.")
+    if factor.high < PUBLISHED_FACTOR / TOLERANCE and not worth.num_above:
+        return Verdict(claim, "does not hold", f"{reason} The test images and the model are small, and so is its gain.")
+    if factor.low > PUBLISHED_FACTOR / TOLERANCE and factor.high < PUBLISHED_FACTOR * TOLERANCE:
+        return Verdict(claim, "holds", reason)
+    return Verdict(claim, "undecided", reason)
+
+
+def _gains(results: Results) -> Table:
+    rows: list[list[Cell]] = []
+    for treatment in TREATMENTS[1:]:
+        pairs = [(arm_name(treatment, f), arm_name(NONE, f)) for f in FRACTIONS[results.scale]]
+        rows.append([treatment, *(results.difference(*pair) for pair in pairs)])
+    columns = ["", *(f"{100 * fraction:g} % of the data" for fraction in FRACTIONS[results.scale])]
+    return Table("Gain over no regularization, in points.", columns, rows)
+
+
+def _worths(results: Results) -> Table:
+    fractions = [100 * fraction for fraction in FRACTIONS[results.scale] if fraction < 1]
+    rows: list[list[Cell]] = [
+        [treatment, *(data_worth(results, treatment, percent).text for percent in fractions), text]
+        for treatment, text in zip(TREATMENTS[1:], ("about 10", None, None), strict=True)
+    ]
+    columns = ["", *(f"at {percent:g} % of the data" for percent in fractions), "paper, Fig. 1 (all together)"]
+    return Table("How many times the data without regularization gives the same accuracy.", columns, rows)
+
+
+def _describe_full(results: Results, full: dict[str, str]) -> str:
+    """Whether the treatments still help with all the data, where the paper finds that almost everything hurts."""
+    parts = []
+    for treatment in TREATMENTS[1:]:
+        gain = results.difference(full[treatment], full[NONE])
+        if gain is None:
+            continue
+        effect = "helps" if gain.value > 0 else "hurts"
+        sure = gain.has_interval and not gain.low <= 0 <= gain.high
+        parts.append(
+            f"{treatment} {effect} by {100 * abs(gain.value):.2f} points{'' if sure else ' (not significant)'}"
+        )
+    if not parts:
+        return "With all the data, too few runs are finished."
+    return (
+        f"With all the data: {'; '.join(parts)}. The paper finds that on ImageNet-21k with a fixed training budget "
+        "almost everything hurts (Fig. 4); all the data here is still little, so overfitting remains."
+    )
+
+
+def plot(results: Results) -> Figure:
+    lines = [Line(treatment, mean_curve(results, treatment_arms(results.scale, treatment))) for treatment in TREATMENTS]
+    source = next(iter(results.arms.values())).config.data.source
+    return line_plot(
+        lines, "Regularization and data", f"{source}, equal steps, {results.num_seeds} seeds",
+        "training images, % of all", "test accuracy, %", log_x=True,
+        x_ticks=[100 * fraction for fraction in FRACTIONS[results.scale]],
+    )  # fmt: skip
+
+
+REGULARIZATION = Experiment(
+    name="regularization",
+    title="Augmentation and regularization against data",
+    claim=(
+        "With little data almost any augmentation or regularization helps, and together they are worth about ten times "
+        "the data; augmentation helps more often than regularization. With ten times the data and the same compute, "
+        "almost everything hurts."
+    ),
+    source="Steiner et al., How to train your ViT?, arXiv 2106.10270, sections 4.1 and 4.4, Fig. 1 and 4",
+    arms=arms,
+    analyze=analyze,
+)
