@@ -115,12 +115,12 @@ def similar(claim: str, results: Results, arms: Sequence[str], gap: float | None
     means = {arm: results.mean(arm) for arm in arms}
     found = {arm: mean.value for arm, mean in means.items() if mean is not None}
     if len(found) < 2 or gap is None:
-        return Verdict(claim, "undecided", "too few of the runs are finished.")
+        return Verdict(claim, "undecided", "Too few of the runs are finished.")
     best, worst = max(found, key=lambda a: found[a]), min(found, key=lambda a: found[a])
     spread = results.difference(best, worst)
     limit = gap / 3
     if spread is None or gap <= 0:
-        return Verdict(claim, "undecided", "there is no difference in these runs to compare theirs with.")
+        return Verdict(claim, "undecided", "These runs show no difference that theirs could be compared with.")
     reason = f"{best} and {worst} differ by {100 * spread.value:.2f} points"
     if spread.has_interval:
         reason += f" ({100 * spread.low:+.2f} to {100 * spread.high:+.2f})"

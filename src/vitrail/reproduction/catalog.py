@@ -39,17 +39,19 @@ class Entry:
 def catalog() -> list[Entry]:
     """All experiments."""
     recorded = recorded_results()
-    return [_entry(experiment, recorded.get(experiment.name, [])) for experiment in EXPERIMENTS.values()]
+    return [_entry(experiment, recorded.get(experiment.name, {})) for experiment in EXPERIMENTS.values()]
 
 
-def recorded_results() -> dict[str, list[dict[str, Any]]]:
-    """Experiment -> its recorded runs: scale, data, device, seconds, date, summary. docs/results.py writes them."""
+def recorded_results() -> dict[str, dict[str, dict[str, Any]]]:
+    """Experiment -> scale -> its recorded run: data, devices, seconds, date, summary, verdicts.
+
+    docs/results.py writes the file.
+    """
     file = files("vitrail.reproduction").joinpath("recorded.json")
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def _entry(experiment: Experiment, recorded: list[dict[str, Any]]) -> Entry:
-    found = {record["scale"]: record for record in recorded}
+def _entry(experiment: Experiment, found: dict[str, dict[str, Any]]) -> Entry:
     costs = []
     for scale, (device, jobs) in TYPICAL.items():
         where = "two CPU cores" if device == "cpu" else "one GPU"

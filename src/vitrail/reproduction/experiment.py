@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -104,4 +105,4 @@ class Experiment:
 
 def slug(text: str) -> str:
     """A name that can be a folder's: letters, digits, - . and _."""
-    return "".join(c if c.isalnum() or c in "-._" else "-" for c in text).strip("-.")
+    return re.sub(r"[^\w.]+", "-", text).strip("-.")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import base64
-import platform
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
-import torch
-
+from vitrail.config import TrainConfig
 from vitrail.config.format_version import VERSION
 from vitrail.explain.canvas import save
 from vitrail.report.formatting import format_duration
@@ -25,55 +23,55 @@ from vitrail.storage.atomic_write import write_json, write_text
 OUTCOME_MARKS = {"holds": "✓", "does not hold": "✗", "undecided": "?"}
 
 
-def write_page(
-    out: Path,
-    experiment: Experiment,
-    results: Results,
-    analysis: Analysis,
-    *,
-    seconds: float,
-    progress: tuple[int, int],
-    left_out: str | None,
-    device: str,
-    command: str | None,
-    written: float,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PageInfo:
+    """What a page states about the runs besides their results."""
+
+    finished: int
+    total: int
+    """Number of runs in the experiment."""
+    left_out: str | None
+    command: str | None
+    written: float
+    """Time of writing, in seconds since the epoch."""
+
+
+def write_page(out: Path, experiment: Experiment, results: Results, analysis: Analysis, info: PageInfo) -> None:
     """Write index.html, page.md, results.json and figures/ into the folder."""
     figures = {}
     for block in analysis.blocks:
         if isinstance(block, Plot):
             figures[block.name] = save(block.draw(), out / "figures" / f"{block.name}.png")
-    about = list(_facts(experiment, results, seconds, progress, left_out, device, command, written))
+    about = list(_facts(experiment, results, info))
     write_text(out / "index.html", _html(experiment, results, analysis, about, figures), overwrite=True)
     write_text(out / "page.md", _markdown(experiment, results, analysis, about), overwrite=True)
-    verdicts = [asdict(verdict) for verdict in analysis.verdicts]
     found = {
         "format_version": VERSION,
         "experiment": experiment.name,
         "scale": results.scale,
+        "data": _first_config(results).data.source,
+        "devices": results.devices,
+        "seconds": results.seconds,
+        "finished": info.finished,
+        "total": info.total,
+        "left_out": info.left_out,
+        "command": info.command,
+        "date": _date(info.written),
         "summary": analysis.summary,
-        "verdicts": verdicts,
+        "verdicts": [asdict(verdict) for verdict in analysis.verdicts],
+        "figures": list(figures),
         "trials": [asdict(results.trials[key]) for key in sorted(results.trials)],
     }
     write_json(out / "results.json", found, overwrite=True)
 
 
-def _facts(
-    experiment: Experiment,
-    results: Results,
-    seconds: float,
-    progress: tuple[int, int],
-    left_out: str | None,
-    device: str,
-    command: str | None,
-    written: float,
-) -> Iterator[tuple[str, str]]:
+def _facts(experiment: Experiment, results: Results, info: PageInfo) -> Iterator[tuple[str, str]]:
     """Rows about how the numbers were made."""
-    first = next(iter(results.arms.values())).config
+    first = _first_config(results)
     yield "Source", experiment.source
     yield "Scale", f"{results.scale}: {first.data.source}, {first.duration}, batch size {first.batch_size}"
-    done, total = progress
-    yield "Runs", f"{done} of {total}" + (f"; left out: {left_out}" if left_out else "")
+    left_out = f"; left out: {info.left_out}" if info.left_out else ""
+    yield "Runs", f"{info.finished} of {info.total}{left_out}"
     rates = sorted({lr for arm in results.arms.values() for lr in arm.learning_rates})
     if rates:
         yield (
@@ -82,25 +80,26 @@ def _facts(
             "images that are held out; the test images are used for the final number only",
         )
     yield "Intervals", "95 %, Student's t over seeds; with one seed, Wilson's interval of the test images"
-    yield "Time", f"{format_duration(seconds)} in all runs together, on {_device_name(device)}"
+    where = f", on {' and '.join(results.devices)}" if results.devices else ""
+    yield "Time", f"{format_duration(results.seconds)} in all runs together{where}"
+    yield "Versions", f"vitrail {_version('vitrail')}, PyTorch {_version('torch')}, {_date(info.written)}"
+    if info.command:
+        yield "Command", info.command
+
+
+def _first_config(results: Results) -> TrainConfig:
+    return next(iter(results.arms.values())).config
+
+
+def _version(package: str) -> str:
     try:
-        package = f"vitrail {version('vitrail')}"
+        return version(package).partition("+")[0]
     except PackageNotFoundError:
-        package = "vitrail"
-    yield (
-        "Versions",
-        f"{package}, PyTorch {torch.__version__.partition('+')[0]}, {time.strftime('%Y-%m-%d', time.gmtime(written))}",
-    )
-    if command:
-        yield "Command", command
+        return "from source"
 
 
-def _device_name(device: str) -> str:
-    if device != "cpu" and torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    from vitrail.runtime.cores import usable_cores
-
-    return f"{usable_cores()} cores of a {platform.machine()} CPU"
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(seconds))
 
 
 def format_cell(cell: Cell, metric: Metric) -> str:
@@ -134,7 +133,7 @@ def _html(
         "header",
         tag("p", tag("span", *panes, cls="window", aria_hidden="true"), "vitrail · reproduction", cls="brand"),
         tag("h1", experiment.title),
-        tag("p", f"“{experiment.claim}”", cls="headline"),
+        tag("p", experiment.claim, cls="headline"),
         tag("p", experiment.source, cls="sub"),
     )
     verdicts = [

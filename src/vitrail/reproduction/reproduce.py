@@ -15,7 +15,7 @@ from vitrail.errors import ConfigError, TrainError
 from vitrail.reproduction.analysis import Analysis
 from vitrail.reproduction.dry_run import check_feasible
 from vitrail.reproduction.experiment import Experiment, Scale
-from vitrail.reproduction.page import write_page
+from vitrail.reproduction.page import PageInfo, write_page
 from vitrail.reproduction.pool import WorkerPool
 from vitrail.reproduction.results import Results, TrialResult
 from vitrail.reproduction.session import Request, Session, join_trials, open_session
@@ -41,7 +41,7 @@ class Status:
     """The trial that has just finished, if one has."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reproduction:
     """An experiment that has been run, as far as its plan goes."""
 
@@ -168,30 +168,23 @@ def _fraction_done(folder: Path, config: Mapping[str, Any]) -> float:
 
 def _write_results(session: Session, command: str | None) -> Reproduction:
     """Analyze the finished trials and write results.json and the page."""
-    started = time.time()
     analysis = session.experiment.analyze(session.results)
-    trials = session.results.trials
-    done = Reproduction(
-        session.experiment,
-        session.out,
-        session.results,
-        analysis,
-        session.out / "index.html",
-        sum(result.seconds for result in trials.values()),
-        len(trials),
-        session.whole.num_trials,
-        session.left_out,
-    )
-    write_page(
-        session.out,
-        session.experiment,
-        session.results,
-        analysis,
-        seconds=done.seconds,
-        progress=(done.finished, done.total),
+    info = PageInfo(
+        finished=len(session.results.trials),
+        total=session.whole.num_trials,
         left_out=session.left_out,
-        device=session.device,
         command=command,
-        written=started,
+        written=time.time(),
     )
-    return done
+    write_page(session.out, session.experiment, session.results, analysis, info)
+    return Reproduction(
+        experiment=session.experiment,
+        out=session.out,
+        results=session.results,
+        analysis=analysis,
+        page=session.out / "index.html",
+        seconds=session.results.seconds,
+        finished=info.finished,
+        total=info.total,
+        left_out=info.left_out,
+    )

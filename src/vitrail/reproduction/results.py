@@ -47,6 +47,8 @@ class TrialResult:
     flops: int = 0
     """FLOPs of a forward pass for one image."""
     parameters: int = 0
+    device: str = ""
+    """Where it ran: `NVIDIA H200`, `2 cores of AMD EPYC`."""
 
     def __post_init__(self) -> None:
         finite = {name: value for name, value in self.measures.items() if math.isfinite(value)}
@@ -164,9 +166,25 @@ class Results:
             return dict(found)
 
     @property
+    def seconds(self) -> float:
+        """Duration of all finished trials together, which may have run at the same time."""
+        return sum(trial.seconds for trial in self.trials.values())
+
+    @property
+    def devices(self) -> list[str]:
+        """Where the finished trials ran."""
+        return sorted({trial.device for trial in self.trials.values() if trial.device})
+
+    @property
     def num_seeds(self) -> int:
         """The largest number of seeds of an arm."""
         return max((len(self.selected(arm)) for arm in self.arms), default=0)
+
+    @property
+    def origin(self) -> str:
+        """The data and the number of seeds, for the subtitle of a figure."""
+        source = next(iter(self.arms.values())).config.data.source
+        return f"{source}, {self.num_seeds} seed{'s' * (self.num_seeds != 1)}"
 
     @property
     def finished_arms(self) -> list[str]:

@@ -18,11 +18,13 @@ from vitrail.config import (
     TrainConfig,
     ViTConfig,
     epochs,
+    pair,
 )
 from vitrail.recipes.cifar10 import MEAN, STD
 from vitrail.recipes.digits import small_gray_vit
 from vitrail.recipes.imagenet import SHARDS, SHARDS_21K, imagenet21k_b16
 from vitrail.reproduction.experiment import Scale
+from vitrail.weights.model_info import preprocess_for_size
 
 LEARNING_RATES: dict[Scale, tuple[float, ...]] = {
     "tiny": (3e-3, 1e-3, 1e-2),
@@ -72,6 +74,19 @@ def vary_model(config: TrainConfig, **fields: Any) -> TrainConfig:
     if config.preprocess is not None:
         changes["preprocess"] = config.preprocess.replace(image_size=model.image_size).to_dict()
     return config.replace(**changes)
+
+
+def at_size(config: TrainConfig, size: int) -> TrainConfig:
+    """The settings at another image size, with the preprocessing's margin and the random shifts in proportion."""
+    assert config.model is not None and config.preprocess is not None
+    pad = config.augment.pad
+    if config.augment.crop == "pad":
+        pad = max(round(pad * size / pair(config.preprocess.image_size)[0]), 1)
+    return config.replace(
+        model=config.model.replace(image_size=size),
+        preprocess=preprocess_for_size(config.preprocess, (size, size), config.model.channels).to_dict(),
+        augment=config.augment.replace(pad=pad).to_dict(),
+    )
 
 
 def _digits() -> TrainConfig:

@@ -86,7 +86,7 @@ def _train_and_measure(task: Task) -> dict[str, Any]:
     folder, config = Path(task["folder"]), TrainConfig.from_dict(task["config"])
     if task["edit"] is not None:
         assert config.init_from is not None
-        start = edit_model(task["edit"], Path(config.init_from), folder / "start", seed=task["seed"])
+        start = edit_model(task["edit"], Path(config.init_from), folder / "start", config)
         config = config.replace(init_from=str(start))
     run = train(config, out=folder, auto_resume=True, report=False)
     if run.stop_reason not in (None, "patience"):
@@ -109,9 +109,23 @@ def _train_and_measure(task: Task) -> dict[str, Any]:
         images=record.num_images or 0,
         flops=count_flops(network),
         parameters=count_parameters(network),
+        device=_device_name(config.device),
     )
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)  # the trial is finished; its checkpoints are large
     return {"result": asdict(result)}
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    from vitrail.runtime import pick_device
+    from vitrail.runtime.cores import usable_cores
+    from vitrail.runtime.cpu import detect_cpu
+
+    picked = pick_device(device)
+    if picked.type == "cuda":
+        return torch.cuda.get_device_name(picked)
+    return f"{usable_cores()} cores of {detect_cpu().name}" if picked.type == "cpu" else picked.type
 
 
 @contextmanager

@@ -93,8 +93,7 @@ def plot(results: Results) -> Figure:
     ]
     kinds: Sequence[str] = list(dict.fromkeys(name.partition(",")[0] for name in ENCODINGS))
     groups = {name: kinds.index(name.partition(",")[0]) for name in ENCODINGS}
-    source = results.arms[DEFAULT].config.data.source
-    return dot_plot(list(ENCODINGS), panels, "Position encodings", f"{source}, {results.num_seeds} seeds", groups)
+    return dot_plot(list(ENCODINGS), panels, "Position encodings", results.origin, groups)
 
 
 POSITIONS = Experiment(
