@@ -1,0 +1,107 @@
+"""The regularization experiment: one treatment at a time, and what augmentation is worth in data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from reproduction.synthetic import make_result
+
+from vitrail.config import ViTConfig
+from vitrail.reproduction.experiment import SCALES, Scale, Trial
+from vitrail.reproduction.experiments.regularization import (
+    AUGMENT,
+    DECAY,
+    DROPOUT,
+    FRACTIONS,
+    NONE,
+    TREATMENTS,
+    analyze,
+    arms,
+    data_worth,
+)
+from vitrail.reproduction.results import Results
+
+PLAIN = {0.1: 0.5, 0.3: 0.7, 1.0: 0.8}
+
+
+def made_up(gain: Callable[[str, float], float], seeds: int = 3, skip: str = "never") -> Results:
+    """`gain`: treatment, fraction -> points above no regularization; augmentation varies a little between the seeds."""
+    found = []
+    for arm in arms("tiny"):
+        treatment, fraction = str(arm.factors["regularization"]), arm.config.data.fraction_range[1]
+        for seed in range(seeds if skip not in arm.name else 0):
+            score = PLAIN[fraction] + gain(treatment, fraction) + 0.001 * seed * (treatment == AUGMENT)
+            found.append(make_result(Trial(arm=arm, lr=arm.rates[0], seed=seed), test=score))
+    return Results(arms("tiny"), "tiny", found)
+
+
+def outcomes(results: Results) -> list[str]:
+    return [verdict.outcome for verdict in analyze(results).verdicts]
+
+
+def papers_gain(treatment: str, fraction: float) -> float:
+    """Augmentation at 10 % almost reaches all the data without it, and hurts there."""
+    if treatment != AUGMENT:
+        return 0.0 if treatment == NONE else 0.05 * (fraction < 1)
+    return 0.285 if fraction == 0.1 else -0.02 * (fraction == 1)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_arms_have_one_treatment_each(scale: Scale):
+    found = arms(scale)
+    assert len(found) == len(TREATMENTS) * len(FRACTIONS[scale])
+    for arm in found:
+        treatment, config = arm.factors["regularization"], arm.config
+        assert isinstance(config.model, ViTConfig)
+        assert (config.optim.weight_decay > 0) == (treatment == DECAY)
+        assert (config.model.dropout, config.model.drop_path) == ((0.1, 0.1) if treatment == DROPOUT else (0, 0))
+        assert (config.augment.policy, config.augment.mixup) == (("rand", 0.2) if treatment == AUGMENT else ("none", 0))
+    assert len({arm.rates for arm in found}) == 1
+    plain = [arm for arm in found if arm.factors["regularization"] == NONE]
+    for arm in found:
+        same = next(p.config for p in plain if p.config.data.fraction == arm.config.data.fraction)
+        assert (arm.config.duration, arm.config.schedule, arm.config.batch_size) == (
+            same.duration,
+            same.schedule,
+            same.batch_size,
+        )
+
+
+def test_the_worth_of_augmentation_is_read_from_the_plain_curve():
+    results = made_up(lambda treatment, fraction: 0.1 * (treatment == AUGMENT), seeds=1)
+    worth = data_worth(results, AUGMENT, 10.0)
+    assert worth.factor is not None
+    assert worth.factor.value == pytest.approx(3**0.5)  # 0.6 is halfway between 10 and 30 % in the logarithm
+    assert data_worth(results, DROPOUT, 10.0).factor.value == pytest.approx(1)  # type: ignore[union-attr]
+
+
+def test_a_score_above_all_the_data_is_a_lower_bound():
+    worth = data_worth(made_up(lambda treatment, fraction: 0.35 * (treatment == AUGMENT)), AUGMENT, 10.0)
+    assert worth.num_above == 3
+    assert worth.text == "at least 10 (10 to 10)"
+    assert worth.factor is not None
+    assert worth.factor.value == pytest.approx(10)
+
+
+def test_a_score_below_the_least_data_is_an_upper_bound():
+    worth = data_worth(made_up(lambda treatment, fraction: -0.35 * (treatment == AUGMENT)), AUGMENT, 30.0)
+    assert (worth.num_below, worth.text) == (3, "at most 0.33 (0.33 to 0.33)")
+
+
+def test_the_paper_s_finding_is_recognized():
+    assert outcomes(made_up(papers_gain)) == ["holds"] * 4
+
+
+def test_verdicts_flip_with_the_results():
+    hurts_least_data = made_up(lambda t, fraction: 0.0 if t != AUGMENT else (0.1 if fraction == 1 else -0.1))
+    assert outcomes(hurts_least_data) == ["does not hold"] * 4
+
+
+@pytest.mark.parametrize("skip", [NONE, AUGMENT, "10 %", "100 %"])
+def test_missing_arms_leave_a_page_without_them(skip: str):
+    analysis = analyze(made_up(papers_gain, skip=skip))
+    assert "undecided" in {verdict.outcome for verdict in analysis.verdicts}
+    for block in analysis.blocks:
+        if hasattr(block, "draw"):
+            block.draw()
