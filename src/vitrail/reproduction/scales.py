@@ -78,7 +78,8 @@ def vary_model(config: TrainConfig, **fields: Any) -> TrainConfig:
 
 def at_size(config: TrainConfig, size: int) -> TrainConfig:
     """The settings at another image size, with the preprocessing's margin and the random shifts in proportion."""
-    assert config.model is not None and config.preprocess is not None
+    assert config.model is not None
+    assert config.preprocess is not None
     pad = config.augment.pad
     if config.augment.crop == "pad":
         pad = max(round(pad * size / pair(config.preprocess.image_size)[0]), 1)
