@@ -10,6 +10,7 @@ import torch
 
 from vitrail.config import TrainConfig
 from vitrail.errors import ConfigError, VitrailError
+from vitrail.models.flops import training_flops
 from vitrail.reproduction.cost import network_of
 from vitrail.reproduction.memory import training_memory
 from vitrail.reproduction.session import Request, open_session
@@ -35,7 +36,7 @@ class DryRun:
     """Number of runs at a time."""
     device: str
     memory: int
-    """Bytes that the largest run needs, at most about."""
+    """Estimated bytes of the run with the most FLOPs."""
     left_out: str | None
     problems: tuple[str, ...]
     """Why the experiment cannot run here; empty if it can."""
@@ -50,9 +51,10 @@ def dry_run(request: Request) -> DryRun:
     plan, first = session.plan, session.plan.arms[0].config
     problems = [] if session.data_error is None else [session.data_error]
     problems += _invalid(arm.config for arm in plan.arms)
-    bfloat16 = request.estimated_device == "cuda"
-    arms = session.cost.arms
-    memory = max(training_memory(arm.config, network_of(arm, arms), bfloat16=bfloat16) for arm in plan.arms)
+    largest = max(plan.arms, key=lambda arm: training_flops(network_of(arm, session.cost.arms)))
+    memory = training_memory(
+        largest.config, network_of(largest, session.cost.arms), bfloat16=request.estimated_device == "cuda"
+    )
     available = _device_memory(request)
     if available is not None and memory * request.num_jobs > available:
         problems.append(

@@ -104,6 +104,7 @@ class WorkerPool:
 
     def _read_replies(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            self.replies.put((process, json.loads(line)))
+        with process.stdout as lines:
+            for line in lines:
+                self.replies.put((process, json.loads(line)))
         self.replies.put((process, None))
