@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from vitrail.explain.canvas import COLORS, DASHES, FAINT, INK, QUIET, new_figure, set_title
 from vitrail.reproduction.curves import pareto_front
@@ -31,7 +32,7 @@ def compute_plot(
     subtitle: str,
 ) -> Figure:
     """`costs`: label of an axis -> arm -> cost, a panel for each. Arms without a cost or a score stay empty."""
-    figure = new_figure(1.5 + 4.0 * len(costs), 4.4)
+    figure = new_figure(2.6 + 3.6 * len(costs), 4.2)
     panels = figure.subplots(1, len(costs), sharey=True, squeeze=False)[0]
     for ax, (label, cost) in zip(panels, costs.items(), strict=True):
         front = pareto_front(cost, {arm: mean.value for arm, mean in scores.items()})
@@ -48,7 +49,8 @@ def compute_plot(
             color = COLORS[group.color % len(COLORS)]
             for x0, mean in points:
                 if mean.has_interval:
-                    ax.plot([x0, x0], [100 * mean.low, 100 * mean.high], color=color, linewidth=4, alpha=0.25)
+                    interval = [100 * max(mean.low, 0.0), 100 * min(mean.high, 1.0)]
+                    ax.plot([x0, x0], interval, color=color, linewidth=4, alpha=0.25)
             ax.plot(
                 [x0 for x0, _ in points], [100 * mean.value for _, mean in points], color=color, linewidth=1.6,
                 linestyle=DASHES[group.dash % len(DASHES)], marker=MARKERS[group.color % len(MARKERS)], markersize=5,
@@ -56,13 +58,19 @@ def compute_plot(
             )  # fmt: skip
         if front:
             ax.set_xscale("log")
+            ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+            ax.xaxis.set_minor_formatter(NullFormatter())
         ax.set_xlabel(label, color=INK)
         ax.grid(color=FAINT, linewidth=0.7)
         ax.spines[["top", "right", "left"]].set_visible(False)
         ax.spines["bottom"].set_color(QUIET)
         ax.tick_params(labelsize=9, colors=INK)
     panels[0].set_ylabel("test accuracy, %", color=INK)
-    if panels[0].get_legend_handles_labels()[0]:
-        panels[0].legend(frameon=False, fontsize=8, labelcolor=INK)
+    handles, names = panels[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(
+            handles, names, loc="outside right center", frameon=False, fontsize=9, labelcolor=INK, handlelength=3.2
+        )
     set_title(figure, title, subtitle)
     return figure

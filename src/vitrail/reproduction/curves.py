@@ -62,9 +62,15 @@ def pareto_front(costs: Mapping[str, float], scores: Mapping[str, float]) -> lis
 
 
 def mean_curve(results: Results, arms: Mapping[float, str], metric: str = "test") -> dict[float, SeedMean]:
-    """x -> mean over seeds, for the arms that have one."""
+    """x -> mean over seeds of a proportion, for the arms that have one; its intervals stay within 0 and 1."""
     means = {x: results.mean(arm, metric) for x, arm in arms.items()}
-    return {x: mean for x, mean in means.items() if mean is not None}
+    return {x: _within_bounds(mean) for x, mean in means.items() if mean is not None}
+
+
+def _within_bounds(mean: SeedMean) -> SeedMean:
+    if not mean.has_interval:
+        return mean
+    return SeedMean(mean.value, max(mean.low, 0.0), min(mean.high, 1.0), mean.count)
 
 
 def curve_of_seed(results: Results, arms: Mapping[float, str], seed: int, metric: str = "test") -> dict[float, float]:
@@ -73,14 +79,20 @@ def curve_of_seed(results: Results, arms: Mapping[float, str], seed: int, metric
     return {x: found[seed] for x, found in values.items() if seed in found}
 
 
-def contrast(results: Results, plus: Sequence[str], minus: Sequence[str], metric: str = "test") -> SeedMean | None:
-    """The sum over the arms `plus` minus that over `minus`, its mean over the seeds that all of them have."""
+def contrast(
+    results: Results, plus: Sequence[str], minus: Sequence[str], metric: str = "test", *, average: bool = False
+) -> SeedMean | None:
+    """The sum over the arms `plus` minus that over `minus`, its mean over the seeds that all of them have.
+
+    average: the mean over the arms instead of the sum.
+    """
     values = {arm: results.values(arm, metric) for arm in (*plus, *minus)}
-    seeds = set.intersection(*(set(found) for found in values.values()))
+    seeds = sorted(set.intersection(*(set(found) for found in values.values())))
     if not seeds:
         return None
+    first, second = (len(plus), len(minus)) if average else (1, 1)
     return mean_over_seeds(
-        [sum(values[arm][s] for arm in plus) - sum(values[arm][s] for arm in minus) for s in sorted(seeds)]
+        [sum(values[arm][s] for arm in plus) / first - sum(values[arm][s] for arm in minus) / second for s in seeds]
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from vitrail.config import AugmentConfig, BiTConfig, DataConfig, StemConfig, TrainConfig, ViTConfig
 from vitrail.models.model_names import config_from_name
+from vitrail.recipes.digits import small_gray_vit
 from vitrail.reproduction.experiment import Scale
 from vitrail.reproduction.scales import base_config
 
@@ -51,8 +52,7 @@ def network_config(scale: Scale, data: DataConfig | None, model: Network, **chan
 
 def _tiny() -> dict[str, dict[str, Network]]:
     def vit(**fields: Any) -> ViTConfig:
-        shared = {"image_size": 16, "channels": 1, "num_classes": 0, "num_heads": 4, "activation": "gelu"}
-        return ViTConfig(**shared | fields)
+        return small_gray_vit(image_size=16).replace(**fields)
 
     small, base = {"width": 32, "mlp_dim": 64, "depth": 2}, {"width": 64, "mlp_dim": 128, "depth": 4}
     resnet = BiTConfig(image_size=16, channels=1, num_classes=0, width_factor=0.5, layers=(1,))

@@ -125,22 +125,22 @@ def _describe_crossings(results: Results, schedule: str) -> str:
     sentences = [
         _describe_pair(first, second, curves) for first, second in ((RESNET, VIT), (HYBRID, VIT), (RESNET, HYBRID))
     ]
-    return f"At {schedule}: {' '.join(sentences)}"
+    return f"At {schedule}, by the means over seeds: {'; '.join(sentences)}."
 
 
 def _describe_pair(first: str, second: str, curves: Mapping[str, Mapping[float, float]]) -> str:
     common = sorted(set(curves[first]) & set(curves[second]))
     if len(common) < 2:
-        return f"too few runs are finished to compare {first} and {second}."
+        return f"too few runs are finished to compare {first} and {second}"
     found = crossings(curves[first], curves[second])
     if found:
         places = " and ".join(f"{x:.2g} %" for x in found)
-        return f"the curves of {first} and {second} cross at {places} of the data."
+        return f"the curves of {first} and {second} cross at {places} of the data"
     gaps = [curves[first][x] - curves[second][x] for x in common]
     ahead, behind = (first, second) if sum(gaps) > 0 else (second, first)
     return (
         f"{ahead} is ahead of {behind} from {common[0]:g} to {common[-1]:g} %, "
-        f"by {100 * abs(gaps[0]):.2f} points at first and {100 * abs(gaps[-1]):.2f} at last."
+        f"by {100 * abs(gaps[0]):.2f} points at first and {100 * abs(gaps[-1]):.2f} at last"
     )
 
 

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from vitrail.config import DataConfig
 from vitrail.reproduction.analysis import Analysis, Cell, Paragraph, Plot, Table, Verdict, compare
+from vitrail.reproduction.curves import mean_curve
 from vitrail.reproduction.experiment import Arm, Experiment, Scale
 from vitrail.reproduction.plots import Line, line_plot
 from vitrail.reproduction.results import Results, SeedMean
@@ -162,20 +163,15 @@ def _edges(results: Results, rates: dict[str, float]) -> str:
 
 
 def plot(results: Results) -> Figure:
-    lines = []
-    for pooling in POOLINGS:
-        means = {rate: results.mean(arm_name(pooling, rate)) for rate in RATES[results.scale]}
-        lines.append(Line(pooling, {rate: _clipped(mean) for rate, mean in means.items() if mean is not None}))
+    lines = [
+        Line(pooling, mean_curve(results, {rate: arm_name(pooling, rate) for rate in RATES[results.scale]}))
+        for pooling in POOLINGS
+    ]
     source = next(iter(results.arms.values())).config.data.source
     return line_plot(
         lines, "Pooling and learning rate", f"{source}, {results.num_seeds} seeds", "learning rate",
         "test accuracy, %", log_x=True, x_ticks=sorted(RATES[results.scale]),
     )  # fmt: skip
-
-
-def _clipped(mean: SeedMean) -> SeedMean:
-    """An interval that stays within 0 and 100 %."""
-    return SeedMean(mean.value, max(mean.low, 0.0), min(mean.high, 1.0), mean.count) if mean.has_interval else mean
 
 
 POOLING = Experiment(

@@ -75,12 +75,14 @@ class DataWorth:
     """Geometric mean over the seeds; a seed that is beyond the curve counts with the end of the curve."""
     num_above: int = 0
     """Seeds that are better than the unregularized model with all data: their factor is a lower bound."""
+    num_below: int = 0
+    """Seeds that are worse than it with the least data: their factor is an upper bound."""
 
     @property
     def text(self) -> str | None:
         if self.factor is None:
             return None
-        bound = "at least " if self.num_above else ""
+        bound = "at least " if self.num_above else "at most " if self.num_below else ""
         interval = f" ({self.factor.low:.2g} to {self.factor.high:.2g})" if self.factor.has_interval else ""
         return f"{bound}{self.factor.value:.2g}{interval}"
 
@@ -88,7 +90,7 @@ class DataWorth:
 def data_worth(results: Results, treatment: str, percent: float) -> DataWorth:
     """Interpolated for each seed from its curve without regularization, linear in the logarithm of the data."""
     plain, treated = treatment_arms(results.scale, NONE), treatment_arms(results.scale, treatment)
-    factors, above = [], 0
+    factors, above, below = [], 0, 0
     for seed, score in results.values(treated[percent]).items():
         curve = curve_of_seed(results, plain, seed)
         if len(curve) < 2:
@@ -96,10 +98,10 @@ def data_worth(results: Results, treatment: str, percent: float) -> DataWorth:
         reached = x_where(curve, score)
         if reached is None:
             is_above = score > max(curve.values())
-            above += is_above
+            above, below = above + is_above, below + (not is_above)
             reached = max(curve) if is_above else min(curve)
         factors.append(reached / percent)
-    return DataWorth(geometric_mean(factors), above)
+    return DataWorth(geometric_mean(factors), above, below)
 
 
 def analyze(results: Results) -> Analysis:

@@ -15,6 +15,7 @@ from vitrail.reproduction.curves import (
     best_so_far,
     contrast,
     geometric_mean,
+    mean_curve,
     pareto_front,
     slope_per_doubling,
     x_where,
@@ -31,7 +32,7 @@ from vitrail.reproduction.network_families import (
     sizes,
 )
 from vitrail.reproduction.plots import Line, line_plot
-from vitrail.reproduction.results import Results, SeedMean, mean_over_seeds
+from vitrail.reproduction.results import Results, mean_over_seeds
 from vitrail.reproduction.scales import LEARNING_RATES
 
 LENGTHS: dict[Scale, tuple[int, int]] = {"tiny": (10, 30), "gpu": (10, 30), "paper": (30, 90)}
@@ -185,12 +186,9 @@ def _family_verdicts(results: Results, short: int, long: int) -> list[Verdict]:
     scale, (first, last) = results.scale, (sizes(results.scale)[0], sizes(results.scale)[-1])
     cheap = {family: arm_name(family, first, short) for family in FAMILIES}
     costly = {family: arm_name(family, last, long) for family in FAMILIES}
-    vits, resnets = family_arms(scale, VIT), family_arms(scale, RESNET)
-    total = contrast(results, vits, resnets)
-    average = None if total is None else SeedMean(*(v / len(vits) for v in (total.value, total.low, total.high)),
-                                                  total.count)  # fmt: skip
+    difference = contrast(results, family_arms(scale, VIT), family_arms(scale, RESNET), average=True)
     return [
-        compare("At equal compute ViTs are better than ResNets (mean over sizes and lengths).", average, VIT, RESNET,
+        compare("At equal compute ViTs are better than ResNets (mean over sizes and lengths).", difference, VIT, RESNET,
                 why_not="ResNets need less data, and there is little of it here."),
         compare(f"With little compute (small, {short} epochs) hybrids are better than ViTs.",
                 results.difference(cheap[HYBRID], cheap[VIT]), HYBRID, VIT),
@@ -264,7 +262,7 @@ def _cost_table(results: Results, arms: Sequence[str]) -> Table:
             arm,
             None if flops is None else f"{flops.value / 1e6:,.2f}",
             None if parameters is None else f"{parameters.value / 1e3:,.0f}",
-            None if total is None else f"{total:,.2f}",
+            None if total is None else f"{total:.3g}",
             None if seconds is None else f"{seconds:,.1f}",
         ])  # fmt: skip
     columns = ["", "FLOPs per image, million", "parameters, thousand", "training, 10^12 FLOPs", "training, s"]
@@ -290,8 +288,7 @@ def plot_shapes(results: Results, metric: str) -> Figure:
     unit, lines = cost(results, base, metric), []
     for dimension, arms in shape_arms(results.scale).items():
         found = costs(results, [base, *arms], metric) if unit else {}
-        means = {arm: results.mean(arm) for arm in found}
-        lines.append(Line(dimension, {found[arm] / (unit or 1.0): m for arm, m in means.items() if m is not None}))
+        lines.append(Line(dimension, mean_curve(results, {found[arm] / (unit or 1.0): arm for arm in found})))
     label = {"flops": "FLOPs", "seconds": "time"}[metric]
     return line_plot(
         lines, f"Scaling one dimension: {label}", _subtitle(results), f"training {label}, base = 1",
