@@ -103,9 +103,10 @@ def reproduce(
     )  # fmt: skip
     if request.resolved_scale == "gpu" and request.device_kind == "cpu":
         raise ConfigError("--scale gpu takes hours without a GPU; try --scale tiny, or --device.")
+    arms = request.arms()
     request.folder.mkdir(parents=True, exist_ok=True)
     with _lock(request.folder):
-        join_trials(join, request.folder)
+        join_trials(join, request.folder, arms)
         session = open_session(request)
         if request.resolved_scale == "paper":
             check_feasible(request)
@@ -144,7 +145,7 @@ def _run_trials(session: Session, jobs: int, threads: int, on_progress: Callable
                 raise KeyboardInterrupt
             if "error" in reply:
                 log = Path(task["folder"]) / "log.txt"
-                raise TrainError(f"the trial {reply['key']} failed: {reply['error']} Its output is in {log}.")
+                raise TrainError(f"the trial {reply['key']} failed: {reply['error'].rstrip('.')}. Its output is in {log}.")
             on_progress(_status(session, running, session.finish(reply)))
 
 

@@ -159,11 +159,7 @@ class Session:
         result = read_result(self.result_path(trial))
         if result is None:
             return False
-        if result.settings != settings_digest(trial):
-            raise TrainError(
-                f"{self.result_path(trial)} is the result of other settings (another version of the experiment, other "
-                "data or overrides); choose another folder with --out."
-            )
+        _check_settings(self.result_path(trial), result, self.results.arms)
         self.results.trials[trial.key] = result
         return True
 
@@ -208,7 +204,8 @@ class Session:
         reasons = []
         if part is not None:
             number, count = parse_part(part)
-            self.plan = select_part(self.plan, number, count, lambda arm: self.cost.of_arm(arm, self.whole))
+            nominal = CostModel("cpu", NOMINAL_IMAGES["cifar10"], self.whole.arms)  # the same parts on every machine
+            self.plan = select_part(self.plan, number, count, lambda arm: nominal.of_arm(arm, self.whole))
             if count > 1:
                 reasons.append(f"the arms of the other {count - 1} part{'s' * (count > 2)}")
         if budget_s is not None:
@@ -249,23 +246,31 @@ def open_session(request: Request, *, require_data: bool = True) -> Session:
     return session
 
 
-def join_trials(sources: Sequence[str | Path], folder: Path) -> None:
-    """Copy the finished trials of other folders."""
+def _check_settings(path: Path, result: TrialResult, arms: Mapping[str, Arm]) -> None:
+    arm = arms.get(result.arm)
+    if arm is None or result.settings != settings_digest(Trial(arm=arm, lr=result.lr, seed=result.seed)):
+        raise TrainError(
+            f"{path} is the result of other settings (another version of the experiment, other data or overrides); "
+            "choose another folder with --out."
+        )
+
+
+def join_trials(sources: Sequence[str | Path], folder: Path, arms: Sequence[Arm]) -> None:
+    """Copy the finished trials of other folders, with their models. None is copied if one has other settings."""
+    found: dict[Path, TrialResult] = {}
     for source in sources:
-        _copy_trials(Path(source), folder)
-
-
-def _copy_trials(source: Path, folder: Path) -> None:
-    """Copy the finished trials of another folder, with their models."""
-    found = sorted((source / "trials").glob("*.json"))
-    if not found:
-        raise NotFoundError(f"{source} has no finished trials to join.")
-    (folder / "trials").mkdir(parents=True, exist_ok=True)
-    for path in found:
-        if (folder / "trials" / path.name).exists():
-            continue
-        run, copy = path.with_suffix(""), folder / "trials" / path.stem
-        if run.is_dir():
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(run, copy)
-        shutil.copy2(path, folder / "trials" / path.name)
+        paths = sorted((Path(source) / "trials").glob("*.json"))
+        if not paths:
+            raise NotFoundError(f"{source} has no finished trials to join.")
+        found |= {path: result for path in paths if (result := read_result(path)) is not None}
+    by_name = {arm.name: arm for arm in arms}
+    for path, result in found.items():
+        _check_settings(path, result, by_name)
+    for path, result in found.items():
+        run, target = path.with_suffix(""), folder / "trials" / path.name
+        if not target.exists():
+            shutil.rmtree(target.with_suffix(""), ignore_errors=True)
+            target.parent.mkdir(exist_ok=True)
+            if run.is_dir():
+                shutil.copytree(run, target.with_suffix(""))
+            result.write(target)
