@@ -20,8 +20,12 @@ TARGETS = {"mean color": "mean-color", "4 x 4 colors": "downsized", "pixels": "p
 """Name -> masked_patch.target."""
 COLOR, DOWNSIZED, PIXELS = TARGETS
 STARTS = (SCRATCH, *TARGETS, SUPERVISED)
-PERCENTS: dict[Scale, tuple[float, ...]] = {"tiny": (100, 10, 3), "gpu": (100, 10, 1), "paper": (100, 10, 1)}
-"""Labeled part of the images for fine-tuning."""
+BATCH_SIZES: dict[Scale, dict[float, int]] = {
+    "tiny": {100: 64, 10: 32, 3: 16},
+    "gpu": {100: 512, 10: 512, 1: 128},
+    "paper": {100: 4096, 10: 4096, 1: 4096},
+}
+"""Labeled part of the images for fine-tuning, in percent -> batch size; there must be as many images as in a batch."""
 HALF = 0.5
 """The first half of the training images is for pre-training, the other for fine-tuning."""
 STEPS: dict[Scale, tuple[int, int, int]] = {
@@ -50,12 +54,17 @@ PUBLISHED = {SCRATCH: "77.9", COLOR: "79.9", SUPERVISED: "84.0"}
 
 def arms(scale: Scale, data: DataConfig | None = None) -> list[Arm]:
     found = [_pretraining(scale, data, start) for start in STARTS if start != SCRATCH]
-    for percent in PERCENTS[scale]:
+    for percent in percents_of(scale):
         for start in STARTS:
             found.append(
                 _scratch(scale, data, percent) if start == SCRATCH else _finetuning(scale, data, start, percent)
             )
     return found
+
+
+def percents_of(scale: Scale) -> list[float]:
+    """The labeled parts, in percent; all labels first."""
+    return list(BATCH_SIZES[scale])
 
 
 def arm_name(start: str, percent: float) -> str:
@@ -108,7 +117,9 @@ def _scratch(scale: Scale, data: DataConfig | None, percent: float) -> Arm:
     total = steps(sum(STEPS[scale][:2])).to_dict()
     return Arm(
         name=arm_name(SCRATCH, percent),
-        config=_with(_base(scale, data), _labeled(percent), rates[0], duration=total),
+        config=_with(
+            _base(scale, data), _labeled(percent), rates[0], duration=total, batch_size=BATCH_SIZES[scale][percent]
+        ),
         factors={"start": SCRATCH, "labels, %": percent},
         learning_rates=rates,
     )
@@ -116,6 +127,7 @@ def _scratch(scale: Scale, data: DataConfig | None, percent: float) -> Arm:
 
 def _finetuning(scale: Scale, data: DataConfig | None, start: str, percent: float) -> Arm:
     config, rates = _base(scale, data), FINETUNE_RATES[scale]
+    config = config.replace(batch_size=BATCH_SIZES[scale][percent])
     _, count, warmup = STEPS[scale]
     if scale == "paper":
         recipe = finetune_paper("", config.data.source, images=IMAGENET_IMAGES)
@@ -132,7 +144,7 @@ def _finetuning(scale: Scale, data: DataConfig | None, start: str, percent: floa
 
 
 def analyze(results: Results) -> Analysis:
-    full = PERCENTS[results.scale][0]
+    full = percents_of(results.scale)[0]
 
     def minus(one: str, other: str) -> SeedMean | None:
         return results.difference(arm_name(one, full), arm_name(other, full))
@@ -160,7 +172,7 @@ def analyze(results: Results) -> Analysis:
 
 
 def _table(results: Results) -> Table:
-    percents = PERCENTS[results.scale]
+    percents = percents_of(results.scale)
     columns = ["start", *(f"{percent:g} % of the labels" for percent in percents), "minus from scratch, all labels"]
     rows: list[list[Cell]] = []
     for start in STARTS:
@@ -193,7 +205,7 @@ def _note(results: Results) -> str:
         "pre-training are fixed, because its objectives have no common score. "
     )
     gains = []
-    for percent in PERCENTS[results.scale]:
+    for percent in percents_of(results.scale):
         gain = results.difference(arm_name(COLOR, percent), arm_name(SCRATCH, percent))
         if gain is not None:
             gains.append(f"{100 * gain.value:+.2f} points with {percent:g} % of the labels")
@@ -203,7 +215,7 @@ def _note(results: Results) -> str:
 
 
 def plot(results: Results) -> Figure:
-    percents = PERCENTS[results.scale]
+    percents = percents_of(results.scale)
     lines = []
     for start in STARTS:
         means = {percent: results.mean(arm_name(start, percent)) for percent in percents}
