@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -33,6 +34,8 @@ class WorkerPool:
         self.jobs, self.threads, self.log = jobs, threads, log
         self.idle: list[subprocess.Popen[str]] = []
         self.busy: dict[str, subprocess.Popen[str]] = {}
+        self.processes: list[subprocess.Popen[str]] = []
+        """All that have not ended."""
         self.replies: SimpleQueue[tuple[subprocess.Popen[str], Reply | None]] = SimpleQueue()
 
     def __enter__(self) -> Self:
@@ -41,15 +44,14 @@ class WorkerPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        processes = [*self.idle, *self.busy.values()]
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in processes:
+        for process in self.processes:
+            _close_input(process)
+        for process in self.processes:
             try:
                 process.wait(EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
 
     @property
     def has_room(self) -> bool:
@@ -73,13 +75,16 @@ class WorkerPool:
         except Empty:
             return None
         if reply is None:  # the process has ended
+            _close_input(process)
+            status = process.wait()
+            self.processes.remove(process)
             if process in self.idle:
                 self.idle.remove(process)
             key = next((key for key, other in self.busy.items() if other is process), None)
             if key is None:
                 return None
             del self.busy[key]
-            return {"key": key, "error": f"its process ended with status {process.wait()}"}
+            return {"key": key, "error": f"its process ended with status {status}."}
         del self.busy[reply["key"]]
         if "stopped" not in reply:
             self.idle.append(process)
@@ -99,6 +104,7 @@ class WorkerPool:
                 start_new_session=True,
                 env=environment,
             )
+        self.processes.append(process)
         threading.Thread(target=self._read_replies, args=(process,), daemon=True).start()
         return process
 
@@ -108,3 +114,9 @@ class WorkerPool:
             for line in lines:
                 self.replies.put((process, json.loads(line)))
         self.replies.put((process, None))
+
+
+def _close_input(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has died before it read its task
+        process.stdin.close()

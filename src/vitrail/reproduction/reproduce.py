@@ -145,7 +145,9 @@ def _run_trials(session: Session, jobs: int, threads: int, on_progress: Callable
                 raise KeyboardInterrupt
             if "error" in reply:
                 log = Path(task["folder"]) / "log.txt"
-                raise TrainError(f"the trial {reply['key']} failed: {reply['error'].rstrip('.')}. Its output is in {log}.")
+                raise TrainError(
+                    f"the trial {reply['key']} failed: {reply['error'].rstrip('.')}. Its output is in {log}."
+                )
             on_progress(_status(session, running, session.finish(reply)))
 
 
