@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vitrail.reproduction.measures.arrays import save_arrays
-from vitrail.reproduction.measures.predictions import accuracy, predict_test_images
+from vitrail.reproduction.measures.predicted_classes import accuracy, predict_test_images
 from vitrail.training.runs import Run
 
 

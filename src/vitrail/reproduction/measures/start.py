@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vitrail.reproduction.measures.predictions import accuracy, predict_test_images
+from vitrail.reproduction.measures.predicted_classes import accuracy, predict_test_images
 from vitrail.training.runs import Run
 
 
