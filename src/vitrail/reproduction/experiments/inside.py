@@ -116,7 +116,7 @@ def verdicts(results: Results) -> list[Verdict]:
         exceeds(
             "The first filters are a low-dimensional basis of the patches: few components have most of the variance.",
             change_within(results, arm, LEADING, f"{LEADING}, untrained"),
-            "Variance of the leading quarter of the components, trained minus untrained", why_not=unlike,
+            "Variance of the leading quarter of the components, trained minus untrained", why_not=_why_random(results),
         ),
         exceeds(
             "The model attends to regions that matter for the class.",
@@ -125,6 +125,16 @@ def verdicts(results: Results) -> list[Verdict]:
             why_not="The class probability falls as fast when random patches are masked.",
         ),
     ]  # fmt: skip
+
+
+def _why_random(results: Results) -> str:
+    change, overlap = results.mean(PAPERS, "change of filters"), results.mean(PAPERS, "change overlap")
+    if change is None or overlap is None:
+        return ""
+    return (
+        f"Training changes the random initial filters by {100 * change.value:.0f} % of their norm; the leading "
+        f"components of this change overlap with those of the patches by {overlap.value:.2f} (0.25 at random)."
+    )
 
 
 def number_table(results: Results) -> Table:
@@ -139,6 +149,8 @@ def number_table(results: Results) -> Table:
         SHARE: "row and column share of the positions",
         LEADING: "variance of the leading quarter of filter components",
         OVERLAP: "overlap of these with the components of the patches",
+        "change of filters": "change of the filters in training / initial filters",
+        "change overlap": "overlap of the change with the components of the patches",
         "rollout gain": "deletion area, random minus rollout",
     }
     columns = [(arm, suffix) for arm in results.arms for suffix in ("", ", untrained")]
@@ -226,6 +238,7 @@ def _note(results: Results) -> str:
         "weighted by attention, without the class token. Position embeddings of random vectors have a row and column "
         f"share of {random:.2f}; the leading quarter of the components of random filters has more than 0.25 of the "
         "variance and an overlap of 0.25. Learned structure is the difference from the network's initial weights. "
+        "A head with nearly uniform attention counts as global, so that a network may have one before training. "
         "Rollout is tested by masking: if the probability of the predicted class falls faster when the patches with "
         "the most rollout are masked first than in random order, these patches matter. Every figure shows seed 0."
     )

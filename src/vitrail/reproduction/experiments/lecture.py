@@ -18,7 +18,7 @@ from vitrail.config import (
     epochs,
 )
 from vitrail.explain.animation import Timeline, draw_strip
-from vitrail.explain.canvas import COLORS, FAINT, INK, QUIET, new_figure, set_title
+from vitrail.explain.canvas import COLORS, DASHES, FAINT, INK, QUIET, new_figure, set_title
 from vitrail.explain.filters import filter_images
 from vitrail.explain.overlays import tile_images, upscale
 from vitrail.explain.timeline import Snapshot
@@ -49,6 +49,9 @@ CORRELATION, SHARE, OVERLAP, LEADING = (
     "filter overlap",
     "leading filters",
 )
+CHANGE, CHANGE_OVERLAP = "change of filters", "change overlap"
+RANDOM_OVERLAP = 0.25
+"""Overlap of the leading quarter of random components with those of the patches."""
 
 
 def exercise(scale: Scale, data: DataConfig | None, length: float) -> TrainConfig:
@@ -104,8 +107,8 @@ def analyze(results: Results) -> Analysis:
     blocks.append(Plot("accuracy", "Accuracy of the arms; bars are 95 % intervals.", lambda: accuracy_figure(results)))
     if "patches" in arrays:
         caption = (
-            "Principal components of the image patches and of the rows of E, the patch embedding, most variance first; "
-            "right: how much the spaces of the first components have in common."
+            "Principal components of the image patches, of the rows of E, the patch embedding, and of what training "
+            "added to them; right: how much the spaces of the first components have in common with the patches'."
         )
         blocks.append(Plot("filters", caption, lambda: filter_figure(arrays)))
     early = _early(results)
@@ -137,9 +140,15 @@ def verdicts(results: Results, shown: str, early: str) -> list[Verdict]:
             why_not="Most of the structure is there by then.",
         ),
         exceeds(
-            "The components of E come from the image patches: they are close to the patches' principal components.",
+            "What training adds to E comes from the image patches: from their leading principal components.",
+            results.mean(shown, CHANGE_OVERLAP),
+            "Overlap of the leading components of E's change with those of the patches, 0.25 at random", RANDOM_OVERLAP,
+        ),
+        exceeds(
+            "The components of the trained E resemble the principal components of the image patches.",
             change_within(results, shown, OVERLAP, f"{OVERLAP}, untrained"),
             "Overlap of the leading components with those of the patches, trained minus untrained",
+            why_not=_why_unlike(results, shown),
         ),
     ]  # fmt: skip
 
@@ -155,6 +164,13 @@ def _reaches_claim(results: Results) -> Verdict:
     if mean.low >= CLAIMED - 0.005:
         return Verdict(claim, "holds", f"{reason}.")
     return Verdict(claim, "does not hold" if mean.high < CLAIMED - 0.005 else "undecided", f"{reason}.")
+
+
+def _why_unlike(results: Results, arm: str) -> str:
+    size = results.mean(arm, CHANGE)
+    if size is None:
+        return ""
+    return f"E keeps most of its random initial values: training changes it by {100 * size.value:.0f} % of their norm."
 
 
 def _source(results: Results) -> str:
@@ -173,6 +189,8 @@ def structure_table(results: Results, arm: str, early: str) -> Table:
         SHARE: "share of rows and columns",
         OVERLAP: "overlap of E with the patches",
         LEADING: "variance of E's leading components",
+        CHANGE: "change of E / initial E",
+        CHANGE_OVERLAP: "overlap of the change with the patches",
     }
     times = {"untrained": ", untrained", f"after {early}": ", first", f"after {results.arms[arm].config.duration}": ""}
     rows = [[time, *(results.mean(arm, name + suffix) for name in columns)] for time, suffix in times.items()]
@@ -188,8 +206,10 @@ def _meaning(results: Results) -> str:
         "Correlation: of the cosine similarity of two position embeddings with the distance of their patches; negative "
         "where close patches are similar. Share of rows and columns: the fraction of the embeddings' variance that a "
         f"vector for the row plus one for the column explains; {random:.2f} for random embeddings. Overlap: the mean "
-        "squared cosine between the space of the 4 leading principal components of E's rows and that of the image "
-        "patches, of 16 dimensions; 0.25 for random rows."
+        "squared cosine between the space of the 4 leading principal components of E's rows, or of what training "
+        "changed in them, and that of the image patches, which have 16 dimensions; 0.25 for random rows. A step of "
+        "gradient descent adds combinations of patches to E's rows, so its components can only come from those of the "
+        "patches and from the initial values."
     )
 
 
@@ -242,8 +262,13 @@ def position_figure(arrays: Arrays, arm: str) -> Figure:
 
 def filter_figure(arrays: Arrays) -> Figure:
     """Rows of components of the patches, the trained and the untrained E, and their overlap."""
-    rows = {"image patches": "patches", "E, trained": "filters", "E, untrained": "filters_untrained"}
-    figure = new_figure(11.0, 3.0)
+    rows = {
+        "image patches": "patches",
+        "E, trained minus untrained": "filters_change",
+        "E, trained": "filters",
+        "E, untrained": "filters_untrained",
+    }
+    figure = new_figure(11.0, 3.8)
     left, right = figure.subfigures(1, 2, width_ratios=(2.6, 1))
     for ax, (title, name) in zip(left.subplots(len(rows), 1), rows.items(), strict=True):
         images = [upscale(image, 48) for image in filter_images(arrays[name][:NUM_FILTERS])]
@@ -253,15 +278,16 @@ def filter_figure(arrays: Arrays) -> Figure:
     ax = right.subplots()
     count = len(arrays["overlap"])
     x = range(1, count + 1)
-    ax.plot(x, arrays["overlap"], color=COLORS[0], label="trained")
-    ax.plot(x, arrays["overlap_untrained"], color=COLORS[1], linestyle="--", label="untrained")
-    ax.plot(x, [n / len(arrays["patches"]) for n in x], color=QUIET, linestyle=":", label="expected of random rows")
+    lines = {"_change": "trained minus untrained", "": "trained", "_untrained": "untrained"}
+    for i, (suffix, label) in enumerate(lines.items()):
+        ax.plot(x, arrays["overlap" + suffix], color=COLORS[i], linestyle=DASHES[i], label=label)
+    ax.plot(x, [n / len(arrays["patches"]) for n in x], color=QUIET, linestyle="-.", label="expected of random rows")
     ax.set_ylim(0, 1.02)
     ax.set_xlabel("number of components", color=INK, fontsize=9)
     ax.set_ylabel("overlap with the patches", color=INK, fontsize=9)
     ax.grid(color=FAINT, linewidth=0.7)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, fontsize=8)
+    ax.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.45, -0.2))
     set_title(figure, "Where the components of E come from", "seed 0; gray is zero, each image with its own scale")
     return figure
 
@@ -271,7 +297,7 @@ LECTURE = Experiment(
     title="A lecture's exercise on MNIST",
     claim=(
         "A ViT of width 64 with 2 layers reaches 98 % on MNIST in 10 epochs; its position embeddings show the rows and "
-        "columns of the image after some training, and the components of its patch embedding those of the patches."
+        "columns of the image after some training, and the components of its patch embedding come from the patches."
     ),
     source="A lecture on the Vision Transformer: exercise and two slides",
     arms=arms,

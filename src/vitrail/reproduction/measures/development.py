@@ -15,6 +15,8 @@ from vitrail.reproduction.measures.evaluation_images import (
 )
 from vitrail.reproduction.measures.weight_structure import (
     all_filters,
+    change_components,
+    change_numbers,
     filter_numbers,
     overlap_curve,
     patch_components,
@@ -33,11 +35,11 @@ NUM_TRAINING_IMAGES = 1000
 
 
 def development(run: Run) -> dict[str, float]:
-    """Numbers of `position_numbers` and `filter_numbers` and `accuracy`, at three times.
+    """Numbers of `position_numbers`, `filter_numbers` and `change_numbers` and `accuracy`, at three times.
 
     Without a suffix: the trained model; `, first`: the first snapshot after the start, if it is not the last;
-    `, untrained`. Stores arrays: step, epoch, accuracy T; similarity T h w h w; filters and filters_untrained n p q C;
-    patches d p q C with patch_shares d; overlap and overlap_untrained n.
+    `, untrained`. Stores arrays: step, epoch, accuracy T; similarity T h w h w; filters, filters_untrained and
+    filters_change n p q C; patches d p q C with patch_shares d; overlap, overlap_untrained and overlap_change n.
     """
     networks = networks_by_step(run)
     images, classes, _ = evaluation_images(run, NUM_TEST_IMAGES)
@@ -48,10 +50,12 @@ def development(run: Run) -> dict[str, float]:
     found = {}
     for suffix, index in times.items():
         numbers = {"accuracy": accuracy[index], **position_numbers(nets[index]), **filter_numbers(nets[index], patches)}
+        if index:
+            numbers |= change_numbers(nets[index], nets[0], patches)
         found |= {name + suffix: value for name, value in numbers.items()}
     per_epoch = read_run(run.path).steps_per_epoch or 1.0
     filters, untrained = all_filters(nets[-1])[0], all_filters(nets[0])[0]
-    config = nets[0].config
+    change, config = change_components(nets[-1], nets[0]), nets[0].config
     if isinstance(config, ViTConfig) and config.position != "none":
         save_arrays(run, similarity=np.stack([position_similarity(net) for net in nets]))
     save_arrays(
@@ -61,9 +65,11 @@ def development(run: Run) -> dict[str, float]:
         accuracy=np.array(accuracy),
         filters=filters,
         filters_untrained=untrained,
+        filters_change=change,
         patches=patches,
         patch_shares=shares,
         overlap=overlap_curve(filters, patches),
         overlap_untrained=overlap_curve(untrained, patches),
+        overlap_change=overlap_curve(change, patches),
     )
     return found

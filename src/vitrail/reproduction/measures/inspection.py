@@ -30,6 +30,7 @@ from vitrail.reproduction.measures.evaluation_images import (
     untrained_network,
 )
 from vitrail.reproduction.measures.weight_structure import (
+    change_numbers,
     filter_numbers,
     patch_components,
     patch_size,
@@ -60,7 +61,7 @@ def inspection(run: Run) -> dict[str, float]:
     widest first head    largest attention distance of a head of the first layer / that of uniform attention
     rollout gain         area under the deletion curve of random orders minus that of rollout (trained model only)
 
-    and those of `position_numbers` and `filter_numbers`. Stores arrays for the figures.
+    and those of `position_numbers`, `filter_numbers` and `change_numbers`. Stores arrays for the figures.
     """
     net, untrained = run.model.net, untrained_network(run)
     images, _, pixels = evaluation_images(run, NUM_IMAGES)
@@ -71,6 +72,7 @@ def inspection(run: Run) -> dict[str, float]:
         numbers = {**distance_numbers(distances, uniform), **position_numbers(each), **filter_numbers(each, patches)}
         found |= {name + suffix: value for name, value in numbers.items()}
         save_arrays(run, **{f"distances{suffix.replace(', ', '_')}": distances, "uniform": np.array(uniform)})
+    found |= change_numbers(net, untrained, patches)
     found["rollout gain"] = rollout_gain(net, images[:NUM_DELETED])
     _save_figure_arrays(run, net, images, pixels)
     return found

@@ -105,6 +105,29 @@ def all_filters(net: Net) -> tuple[Floats, Floats]:
     return filter_components(net, net.patch.weight[0].numel())
 
 
+def change_numbers(net: Net, untrained: Net, patches: Floats) -> dict[str, float]:
+    """What training added to the patch filters: `change of filters`, its size as a fraction of the initial filters'.
+
+    `change overlap`: of its leading components with those of the images' patches.
+    """
+    assert isinstance(net, ViT)
+    assert isinstance(untrained, ViT)
+    count = num_leading(patches)
+    size = (net.patch.weight - untrained.patch.weight).norm() / untrained.patch.weight.norm()
+    overlap = subspace_overlap(change_components(net, untrained)[:count], patches[:count])
+    return {"change of filters": float(size), "change overlap": overlap}
+
+
+@torch.no_grad()
+def change_components(net: Net, untrained: Net) -> Floats:
+    """Principal components of the trained minus the untrained patch filters, n p q C."""
+    assert isinstance(net, ViT)
+    assert isinstance(untrained, ViT)
+    change = (net.patch.weight - untrained.patch.weight).double().cpu()  # D C p q
+    patterns = torch.linalg.svd(change.flatten(1), full_matrices=False).Vh
+    return patterns.unflatten(1, change.shape[1:]).permute(0, 2, 3, 1).numpy()
+
+
 def patch_size(net: Net) -> tuple[int, int]:
     assert isinstance(net, ViT)
     return pair(net.config.patch_size)
