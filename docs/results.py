@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.report.formatting import format_duration
-from vitrail.reproduction.experiment import SCALES
+from vitrail.reproduction.arm import SCALES
 from vitrail.reproduction.experiments import EXPERIMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,10 +29,10 @@ MARKS = {"holds": "✓", "does not hold": "✗", "undecided": "?"}
 INTRODUCTION = """# Results
 
 Each page tests one finding of the Vision Transformer literature with this package, by one command that anyone can
-repeat: `vitrail reproduce NAME` ([how it works](../reproduce.md)). The datasets are small (digits, MNIST, CIFAR-10), and
-so are the networks: a claim that does not hold here may well hold for a ViT-B/16 on ImageNet-21k, and the pages say where
-that is likely. Negative findings are kept. A claim *holds* if the 95 % interval of the difference over seeds lies on its
-side, it *does not hold* if the interval lies on the other side, and is *undecided* otherwise.
+repeat: `vitrail reproduce NAME` ([how it works](../reproduce.md)). The datasets are small (digits, MNIST, CIFAR-10),
+and so are the networks: a claim that does not hold here may well hold for a ViT-B/16 on ImageNet-21k, and the pages
+say where that is likely. Negative findings are kept. A claim *holds* if the 95 % interval of the difference over seeds
+lies on its side, *does not hold* if the interval lies on the other side, and is *undecided* otherwise.
 """
 
 

@@ -57,8 +57,11 @@ SHARED_FILE_NAMES = {
     # A command, and the module of another package that it is the command for.
     "figures.py": {"cli", "explain"},
     "finetune.py": {"cli", "recipes"},
+    "reproduce.py": {"cli", "reproduction"},
     "train.py": {"cli", "config"},
     "vtab.py": {".", "cli"},
+    # An experiment, and the figures of what it is about.
+    "positions.py": {"explain", "reproduction/experiments"},
 }
 """File names that occur more than once, and in which packages; every other file name is unique."""
 

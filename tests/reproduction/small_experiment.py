@@ -21,7 +21,8 @@ from vitrail.config import (
     steps,
 )
 from vitrail.reproduction.analysis import Analysis, Paragraph, arm_table, compare
-from vitrail.reproduction.experiment import Arm, Experiment, Scale
+from vitrail.reproduction.arm import Arm, Scale
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.experiments import EXPERIMENTS
 from vitrail.reproduction.results import Results
 

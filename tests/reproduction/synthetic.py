@@ -7,7 +7,7 @@ from typing import Any
 
 from training.small_runs import digits_config
 
-from vitrail.reproduction.experiment import Arm, Trial
+from vitrail.reproduction.arm import Arm, Trial
 from vitrail.reproduction.planning import Plan
 from vitrail.reproduction.results import Results, TrialResult
 

@@ -8,7 +8,7 @@ import pytest
 from reproduction.synthetic import make_arm, make_result, make_results
 
 from vitrail.reproduction.analysis import Analysis, Metric, Verdict, arm_table, compare, similar
-from vitrail.reproduction.experiment import Trial
+from vitrail.reproduction.arm import Trial
 from vitrail.reproduction.results import Results, SeedMean
 
 ARMS = [make_arm("a"), make_arm("b"), make_arm("c")]

@@ -15,8 +15,8 @@ from vitrail.config import DataConfig, epochs, steps
 from vitrail.config.duration import Duration
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError
+from vitrail.reproduction.arm import Arm, Trial
 from vitrail.reproduction.cost import CostModel, network_of
-from vitrail.reproduction.experiment import Arm, Trial
 from vitrail.reproduction.planning import Plan
 from vitrail.reproduction.results import Results
 

@@ -10,8 +10,8 @@ from reproduction.synthetic import make_result
 
 from vitrail.models.flops import count_flops
 from vitrail.reproduction.analysis import Paragraph
+from vitrail.reproduction.arm import SCALES, Scale, Trial
 from vitrail.reproduction.data_fractions import BATCH_SIZES
-from vitrail.reproduction.experiment import SCALES, Scale, Trial
 from vitrail.reproduction.experiments.data_size import FRACTIONS, SCHEDULES, STEPS, analyze, arm_name, arms
 from vitrail.reproduction.network_families import FAMILIES, HYBRID, RESNET, VIT, network, sizes
 from vitrail.reproduction.results import Results

@@ -16,7 +16,7 @@ from vitrail.config import BiTConfig, ViTConfig
 from vitrail.data.sources import open_source_splits
 from vitrail.evaluation.evaluate import evaluate
 from vitrail.model import Model
-from vitrail.reproduction.experiment import SCALES, Arm, Scale, Trial
+from vitrail.reproduction.arm import SCALES, Arm, Scale, Trial
 from vitrail.reproduction.experiments.distillation import (
     BIT,
     CLASS_HEAD,

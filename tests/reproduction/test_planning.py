@@ -17,7 +17,7 @@ from training.small_runs import digits_config
 
 from vitrail.config import TrainConfig, override
 from vitrail.errors import ConfigError
-from vitrail.reproduction.experiment import Arm, Trial
+from vitrail.reproduction.arm import Arm, Trial
 from vitrail.reproduction.planning import Plan, fit_budget, parse_part, select_part, settings_digest
 from vitrail.reproduction.results import Results
 

@@ -8,7 +8,7 @@ import pytest
 from reproduction.synthetic import make_result
 
 from vitrail.config import ViTConfig
-from vitrail.reproduction.experiment import SCALES, Scale, Trial
+from vitrail.reproduction.arm import SCALES, Scale, Trial
 from vitrail.reproduction.experiments.regularization import (
     AUGMENT,
     DECAY,

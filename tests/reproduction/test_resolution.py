@@ -13,8 +13,8 @@ from training.small_runs import digits_config
 from vitrail.config import ViTConfig, pair
 from vitrail.evaluation.evaluate import evaluate
 from vitrail.open_model import load
+from vitrail.reproduction.arm import SCALES, Arm, Scale, Trial
 from vitrail.reproduction.edits import RESAMPLES, edit_model
-from vitrail.reproduction.experiment import SCALES, Arm, Scale, Trial
 from vitrail.reproduction.experiments.resolution import (
     CORNER,
     DEFAULT,

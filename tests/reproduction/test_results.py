@@ -15,7 +15,7 @@ from reproduction.synthetic import make_arm, make_result, make_results
 from scipy import stats
 
 from vitrail.errors import TrainError
-from vitrail.reproduction.experiment import Trial
+from vitrail.reproduction.arm import Trial
 from vitrail.reproduction.results import ARRAYS_FILE, Results, SeedMean, mean_over_seeds, read_result
 
 ARMS = [make_arm("a"), make_arm("b"), make_arm("c")]

@@ -11,7 +11,7 @@ from reproduction.synthetic import make_result
 from vitrail.config import ViTConfig
 from vitrail.models.flops import count_flops, count_parameters
 from vitrail.reproduction.analysis import Paragraph, Table
-from vitrail.reproduction.experiment import SCALES, Arm, Scale, Trial
+from vitrail.reproduction.arm import SCALES, Arm, Scale, Trial
 from vitrail.reproduction.experiments.scaling import (
     DEPTH,
     FIELDS,

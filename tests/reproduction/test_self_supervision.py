@@ -9,7 +9,7 @@ from reproduction.synthetic import make_result
 
 from vitrail.config import TrainConfig, ViTConfig
 from vitrail.data.sources import open_data
-from vitrail.reproduction.experiment import SCALES, Arm, Scale, Trial
+from vitrail.reproduction.arm import SCALES, Arm, Scale, Trial
 from vitrail.reproduction.experiments.self_supervision import (
     COLOR,
     DOWNSIZED,

@@ -16,7 +16,8 @@ from training.commands import Commands, RunningCommand
 
 from vitrail.config import steps
 from vitrail.errors import TrainError
-from vitrail.reproduction.experiment import Arm, Experiment, Trial
+from vitrail.reproduction.arm import Arm, Trial
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.experiments import EXPERIMENTS
 from vitrail.reproduction.pool import Reply, WorkerPool
 from vitrail.reproduction.reproduce import reproduce

@@ -109,7 +109,7 @@ def reproduce(
 
 
 def _parse_scale(text: str | None) -> str | None:
-    from vitrail.reproduction.experiment import SCALES
+    from vitrail.reproduction.arm import SCALES
 
     if text is not None and text not in SCALES:
         raise ConfigError(f"no scale is called {text!r}{did_you_mean(text, SCALES)}")
@@ -208,7 +208,7 @@ def _format_long(seconds: float) -> str:
 
 
 def _list_experiments(as_json: bool) -> None:
-    from vitrail.reproduction.catalog import catalog
+    from vitrail.reproduction.experiment_list import catalog
 
     entries = catalog()
     if as_json:

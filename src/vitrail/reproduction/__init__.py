@@ -1,12 +1,14 @@
 """Re-runs the findings of the Vision Transformer literature at the scale at hand: `vitrail reproduce`.
 
-experiment       Arm, Trial, Experiment: what is compared and what is claimed
-experiments/     one module per experiment: its arms and the analysis of their results
+arm              Arm, Trial: the settings that are compared, and their training runs
+experiment       Experiment: the claim, the arms, the analysis of their results
+experiments/     one module per experiment
 scales           the settings that experiments derive their arms from
 planning, cost   which trials to run, in which order; parts and budgets; estimated durations
-pool, worker     processes that run trials; measures: what they measure besides accuracy
+session, pool    the folder of one experiment; processes that run trials: worker, edits, measures/
 results          the finished trials; means and differences over seeds
-analysis         verdicts, tables and figures; plots: the figures
-page             HTML and Markdown from an analysis
+analysis         verdicts, tables and figures; plots, compute_plot: the figures; curves: crossings, Pareto fronts
+experiment_page  HTML and Markdown from an analysis; experiment_list: all experiments with their recorded results
+dry_run, memory  whether an experiment can run on this machine
 reproduce        `vitrail.reproduce`
 """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vitrail.config import BiTConfig, TrainConfig, ViTConfig
 from vitrail.errors import ConfigError
 from vitrail.models.flops import training_flops
-from vitrail.reproduction.experiment import Arm, Trial
+from vitrail.reproduction.arm import Arm, Trial
 from vitrail.reproduction.planning import Plan
 from vitrail.reproduction.results import Results, TrialResult
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from vitrail.config import TrainConfig, epochs
-from vitrail.reproduction.experiment import Scale
+from vitrail.reproduction.arm import Scale
 
 Schedule = Literal["equal steps", "equal epochs"]
 NUM_EPOCHS: dict[Scale, int] = {"tiny": 20, "gpu": 20, "paper": 90}

@@ -11,7 +11,7 @@ from typing import Any
 from vitrail.config import AugmentConfig, BiTConfig, DataConfig, StemConfig, TrainConfig, ViTConfig
 from vitrail.models.model_names import config_from_name
 from vitrail.recipes.digits import small_gray_vit
-from vitrail.reproduction.experiment import Scale
+from vitrail.reproduction.arm import Scale
 from vitrail.reproduction.scales import base_config
 
 VIT, HYBRID, RESNET = "ViT", "hybrid", "ResNet"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vitrail.errors import ConfigError
-from vitrail.reproduction.experiment import Arm, Trial, slug
+from vitrail.reproduction.arm import Arm, Trial, slug
 from vitrail.reproduction.results import Results
 
 

@@ -13,9 +13,10 @@ from typing import Any
 from vitrail.config import DataConfig
 from vitrail.errors import ConfigError, TrainError
 from vitrail.reproduction.analysis import Analysis
+from vitrail.reproduction.arm import Scale
 from vitrail.reproduction.dry_run import check_feasible
-from vitrail.reproduction.experiment import Experiment, Scale
-from vitrail.reproduction.page import PageInfo, write_page
+from vitrail.reproduction.experiment import Experiment
+from vitrail.reproduction.experiment_page import PageInfo, write_page
 from vitrail.reproduction.pool import WorkerPool
 from vitrail.reproduction.results import Results, TrialResult
 from vitrail.reproduction.session import Request, Session, join_trials, open_session

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from vitrail.errors import TrainError
 from vitrail.evaluation.scores import wilson_interval
-from vitrail.reproduction.experiment import Arm, Scale
+from vitrail.reproduction.arm import Arm, Scale
 from vitrail.storage.atomic_write import write_json
 
 ARRAYS_FILE = "arrays.npz"

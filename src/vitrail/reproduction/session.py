@@ -12,8 +12,9 @@ from typing import Any
 from vitrail.config import DataConfig, override
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, NotFoundError, TrainError, VitrailError, did_you_mean
+from vitrail.reproduction.arm import Arm, Scale, Trial
 from vitrail.reproduction.cost import CostModel
-from vitrail.reproduction.experiment import Arm, Experiment, Scale, Trial
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.experiments import EXPERIMENTS
 from vitrail.reproduction.planning import Plan, fit_budget, parse_part, select_part, settings_digest
 from vitrail.reproduction.pool import Reply

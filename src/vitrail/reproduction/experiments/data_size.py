@@ -9,9 +9,10 @@ from matplotlib.figure import Figure
 
 from vitrail.config import DataConfig
 from vitrail.reproduction.analysis import Analysis, Paragraph, Plot, Table, arm_table, compare
+from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.curves import contrast, crossings, mean_curve
 from vitrail.reproduction.data_fractions import Schedule, on_fraction
-from vitrail.reproduction.experiment import Arm, Experiment, Scale
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.network_families import FAMILIES, HYBRID, RESNET, VIT, network, network_config
 from vitrail.reproduction.plots import Line, line_plot
 from vitrail.reproduction.results import Results

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 from vitrail.config import BiTConfig, DataConfig, TrainConfig, epochs
 from vitrail.recipes.imagenet import deit_s16
 from vitrail.reproduction.analysis import Analysis, Block, Cell, Paragraph, Plot, Table, compare
-from vitrail.reproduction.experiment import Arm, Experiment, Scale
+from vitrail.reproduction.arm import Arm, Scale
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Panel, dot_plot
 from vitrail.reproduction.results import Results, SeedMean, mean_over_seeds
 from vitrail.reproduction.scales import LEARNING_RATES, at_size, base_config, recipe_config

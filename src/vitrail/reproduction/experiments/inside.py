@@ -15,7 +15,8 @@ from vitrail.explain.positions import SIMILARITY_MEANING
 from vitrail.recipes.cifar10 import cifar10
 from vitrail.recipes.digits import small_gray_vit
 from vitrail.reproduction.analysis import Analysis, Block, Metric, Paragraph, Plot, Table, Verdict
-from vitrail.reproduction.experiment import Arm, Experiment, Scale
+from vitrail.reproduction.arm import Arm, Scale
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Line, line_plot
 from vitrail.reproduction.results import Results
 from vitrail.reproduction.scales import base_config

@@ -24,7 +24,8 @@ from vitrail.explain.overlays import tile_images, upscale
 from vitrail.explain.timeline import Snapshot
 from vitrail.recipes.digits import small_gray_vit
 from vitrail.reproduction.analysis import Analysis, Block, Paragraph, Plot, Table, Verdict, arm_table, compare, similar
-from vitrail.reproduction.experiment import Arm, Experiment, Scale
+from vitrail.reproduction.arm import Arm, Scale
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Panel, dot_plot
 from vitrail.reproduction.results import Results
 from vitrail.reproduction.scales import base_config

@@ -8,8 +8,9 @@ from matplotlib.figure import Figure
 
 from vitrail.config import DataConfig
 from vitrail.reproduction.analysis import Analysis, Cell, Paragraph, Plot, Table, Verdict, compare
+from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.curves import mean_curve
-from vitrail.reproduction.experiment import Arm, Experiment, Scale
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Line, line_plot
 from vitrail.reproduction.results import Results, SeedMean
 from vitrail.reproduction.scales import base_config, vary_model

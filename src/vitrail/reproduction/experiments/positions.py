@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 
 from vitrail.config import DataConfig
 from vitrail.reproduction.analysis import Analysis, Paragraph, Plot, arm_table, compare, similar
-from vitrail.reproduction.experiment import Arm, Experiment, Scale
+from vitrail.reproduction.arm import Arm, Scale
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Panel, dot_plot
 from vitrail.reproduction.results import Results
 from vitrail.reproduction.scales import LEARNING_RATES, base_config, vary_model

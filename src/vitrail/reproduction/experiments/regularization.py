@@ -8,9 +8,10 @@ from matplotlib.figure import Figure
 
 from vitrail.config import DataConfig, TrainConfig
 from vitrail.reproduction.analysis import Analysis, Cell, Paragraph, Plot, Table, Verdict, arm_table, compare
+from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.curves import contrast, curve_of_seed, geometric_mean, mean_curve, x_where
 from vitrail.reproduction.data_fractions import on_fraction
-from vitrail.reproduction.experiment import Arm, Experiment, Scale
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Line, line_plot
 from vitrail.reproduction.results import Results, SeedMean
 from vitrail.reproduction.scales import LEARNING_RATES, base_config, vary_model

@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 from vitrail.config import DataConfig, TrainConfig, epochs, pair
 from vitrail.recipes.imagenet import deit_s16
 from vitrail.reproduction.analysis import Analysis, Paragraph, Plot, arm_table, compare, similar
+from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.edits import RESAMPLES
-from vitrail.reproduction.experiment import Arm, Experiment, Scale
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Panel, dot_plot
 from vitrail.reproduction.results import Results
 from vitrail.reproduction.scales import LEARNING_RATES, at_size, base_config, recipe_config

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from vitrail.config import DataConfig, ViTConfig, epochs
 from vitrail.reproduction.analysis import Analysis, Cell, Paragraph, Plot, Table, Verdict, arm_table, compare
+from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.compute_plot import Group, compute_plot
 from vitrail.reproduction.curves import (
     best_so_far,
@@ -20,7 +21,7 @@ from vitrail.reproduction.curves import (
     slope_per_doubling,
     x_where,
 )
-from vitrail.reproduction.experiment import Arm, Experiment, Scale
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.network_families import (
     FAMILIES,
     HYBRID,

@@ -10,7 +10,8 @@ from vitrail.config import DataConfig, TrainConfig, steps
 from vitrail.recipes.finetune import finetune_paper
 from vitrail.recipes.imagenet import masked_patch
 from vitrail.reproduction.analysis import Analysis, Block, Cell, Paragraph, Plot, Table, compare, similar
-from vitrail.reproduction.experiment import Arm, Experiment, Scale
+from vitrail.reproduction.arm import Arm, Scale
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Line, line_plot
 from vitrail.reproduction.results import Results, SeedMean
 from vitrail.reproduction.scales import base_config, recipe_config, vary_model

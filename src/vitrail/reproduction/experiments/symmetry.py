@@ -6,7 +6,8 @@ from matplotlib.figure import Figure
 
 from vitrail.config import BiTConfig, DataConfig, TrainConfig, ViTConfig, pair
 from vitrail.reproduction.analysis import Analysis, Paragraph, Plot, Table, Verdict, arm_table
-from vitrail.reproduction.experiment import Arm, Experiment, Scale
+from vitrail.reproduction.arm import Arm, Scale
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.measures.symmetries import shifts
 from vitrail.reproduction.network_families import RESNET, VIT, network, network_config
 from vitrail.reproduction.plots import Line, Panel, dot_plot, line_plot

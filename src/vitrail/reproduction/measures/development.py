@@ -6,13 +6,13 @@ import numpy as np
 
 from vitrail.config import ViTConfig
 from vitrail.explain import position_similarity
-from vitrail.reproduction.measures.arrays import save_arrays
 from vitrail.reproduction.measures.evaluation_images import (
     evaluation_images,
     networks_by_step,
     predict,
     training_images,
 )
+from vitrail.reproduction.measures.saved_arrays import save_arrays
 from vitrail.reproduction.measures.weight_structure import (
     all_filters,
     change_components,

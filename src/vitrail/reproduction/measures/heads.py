@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vitrail.reproduction.measures.arrays import save_arrays
 from vitrail.reproduction.measures.predicted_classes import accuracy, predict_test_images
+from vitrail.reproduction.measures.saved_arrays import save_arrays
 from vitrail.training.runs import Run
 
 

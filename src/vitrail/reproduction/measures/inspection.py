@@ -22,13 +22,13 @@ from vitrail.explain import (
 )
 from vitrail.explain.faithfulness import RANDOM
 from vitrail.models import Net, ViT
-from vitrail.reproduction.measures.arrays import save_arrays
 from vitrail.reproduction.measures.evaluation_images import (
     evaluation_images,
     predict,
     training_images,
     untrained_network,
 )
+from vitrail.reproduction.measures.saved_arrays import save_arrays
 from vitrail.reproduction.measures.weight_structure import (
     change_numbers,
     filter_numbers,

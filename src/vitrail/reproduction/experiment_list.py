@@ -9,8 +9,9 @@ from importlib.resources import files
 from typing import Any
 
 from vitrail.report.formatting import format_duration
+from vitrail.reproduction.arm import Scale
 from vitrail.reproduction.cost import CostModel
-from vitrail.reproduction.experiment import Experiment, Scale
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.experiments import EXPERIMENTS
 from vitrail.reproduction.planning import Plan
 from vitrail.reproduction.scales import NOMINAL_IMAGES

@@ -120,7 +120,7 @@ def _html(
     figures: dict[str, Path],
 ) -> str:
     style = files("vitrail.report").joinpath("style.css").read_text(encoding="utf-8")
-    style += files("vitrail.reproduction").joinpath("page.css").read_text(encoding="utf-8")
+    style += files("vitrail.reproduction").joinpath("experiment_page.css").read_text(encoding="utf-8")
     head = [
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
