@@ -23,11 +23,11 @@ from vitrail.reproduction.experiments.distillation import (
     DISTILL_HEAD,
     HARD,
     NONE,
-    SHORT_BIT,
     SOFT,
     STUDENTS,
     TOKEN,
     VIT,
+    WEAK_BIT,
     agreement,
     agreement_gain,
     analyze,
@@ -42,8 +42,8 @@ from vitrail.training.runs import Run
 
 SPREAD = (-0.001, 0.0, 0.001)
 AS_PUBLISHED = {
-    teacher_name(BIT): 0.82, teacher_name(SHORT_BIT): 0.75, NONE: 0.722, student_name(BIT, SOFT): 0.722,
-    student_name(BIT, HARD): 0.735, student_name(BIT, TOKEN): 0.745, student_name(SHORT_BIT, TOKEN): 0.74,
+    teacher_name(BIT): 0.82, teacher_name(WEAK_BIT): 0.75, NONE: 0.722, student_name(BIT, SOFT): 0.722,
+    student_name(BIT, HARD): 0.735, student_name(BIT, TOKEN): 0.745, student_name(WEAK_BIT, TOKEN): 0.74,
     student_name(VIT, SOFT): 0.722, student_name(VIT, HARD): 0.722, student_name(VIT, TOKEN): 0.723,
 }  # fmt: skip
 HEADS = {CLASS_HEAD: 0.73, DISTILL_HEAD: 0.744}
@@ -99,7 +99,7 @@ def test_all_arms_have_the_same_images_and_as_many_learning_rates(scale: Scale):
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_the_teachers_are_resnets_and_the_student_itself(scale: Scale):
-    full, less = (by_name(scale)[teacher_name(name)].config for name in (BIT, SHORT_BIT))
+    full, less = (by_name(scale)[teacher_name(name)].config for name in (BIT, WEAK_BIT))
     assert isinstance(full.model, BiTConfig)
     assert less.duration.count < full.duration.count
     assert less.replace(duration=full.duration, schedule=full.schedule) == full
@@ -149,7 +149,7 @@ def test_metrics_of_an_arm_are_compared_within_each_seed():
 
 
 def test_the_published_findings_are_recognized(tmp_path: Path):
-    assert outcomes(made_up(AS_PUBLISHED, HEADS, tmp_path, equal=80)) == ["holds"] * 7
+    assert outcomes(made_up(AS_PUBLISHED, HEADS, tmp_path, equal=80)) == ["holds"] * 8
 
 
 def test_verdicts_flip_with_the_results(tmp_path: Path):
@@ -158,17 +158,17 @@ def test_verdicts_flip_with_the_results(tmp_path: Path):
         student_name(VIT, TOKEN): 0.8,
     }  # fmt: skip
     results = made_up(tests, {CLASS_HEAD: 0.78, DISTILL_HEAD: 0.7}, tmp_path, equal=20)
-    assert outcomes(results) == ["does not hold"] * 7
+    assert outcomes(results) == ["does not hold"] * 8
 
 
 def test_the_teachers_accuracies_are_stated_with_the_verdict_on_them():
     reason = analyze(made_up(AS_PUBLISHED, HEADS)).verdicts[5].reason
-    assert "BiT 82.00, BiT, trained less 75.00, ViT 72.20 %" in reason
+    assert "BiT 82.00, weaker BiT 75.00, ViT 72.20 %" in reason
 
 
 def test_the_analysis_needs_no_finished_run():
     results = Results(arms("tiny"), "tiny", ())
-    assert outcomes(results) == ["undecided"] * 7
+    assert outcomes(results) == ["undecided"] * 8
     analyze(results).blocks[0].draw()  # type: ignore[union-attr]
 
 
