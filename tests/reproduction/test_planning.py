@@ -322,4 +322,4 @@ def test_every_setting_is_in_the_digest():
 
 def test_the_folder_name_of_a_trial_has_only_harmless_characters():
     trial = Trial(arm=Arm(name="R50 + ViT, 10 %/a", config=digits_config(1)), lr=1e-3, seed=2)
-    assert trial.key == "R50---ViT--10---a-seed2"
+    assert trial.key == "R50-ViT-10-a-seed2"
