@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,8 @@ def test_the_numbers_of_the_attention_distance():
     assert found["deepening"] == pytest.approx(0.5)
 
 
-def test_inspection_measures_the_trained_and_the_untrained_model(tmp_path: Path):
+def test_inspection_measures_the_trained_and_the_untrained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules[inspection.__module__], "NUM_DELETED", 2)
     (arm,) = arms("tiny")
     config = arm.config.replace(duration=steps(3), schedule=ScheduleConfig())
     run = train(config, out=tmp_path / "trial-seed0", report=False)

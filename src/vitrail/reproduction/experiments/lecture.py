@@ -270,8 +270,9 @@ def filter_figure(arrays: Arrays) -> Figure:
         "E, untrained": "filters_untrained",
     }
     figure = new_figure(11.0, 3.8)
-    left, right = figure.subfigures(1, 2, width_ratios=(2.6, 1))
-    for ax, (title, name) in zip(left.subplots(len(rows), 1), rows.items(), strict=True):
+    left, right = figure.subfigures(1, 2, width_ratios=(2.6, 1), squeeze=False)[0]
+    axes = left.subplots(len(rows), 1, squeeze=False)[:, 0]
+    for ax, (title, name) in zip(axes, rows.items(), strict=True):
         images = [upscale(image, 48) for image in filter_images(arrays[name][:NUM_FILTERS])]
         ax.imshow(tile_images(images, len(images), gap=6), interpolation="nearest")
         ax.set_title(title, loc="left", fontsize=9, color=INK)

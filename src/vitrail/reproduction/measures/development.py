@@ -47,7 +47,7 @@ def development(run: Run) -> dict[str, float]:
     nets, steps = list(networks.values()), list(networks)
     patches, shares = patch_components(training_images(run, NUM_TRAINING_IMAGES), patch_size(nets[0]))
     times = {"": len(nets) - 1, ", untrained": 0} | ({", first": 1} if len(nets) > 2 else {})
-    found = {}
+    found: dict[str, float] = {}
     for suffix, index in times.items():
         numbers = {"accuracy": accuracy[index], **position_numbers(nets[index]), **filter_numbers(nets[index], patches)}
         if index:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vitrail.models import Net, ViT
+from vitrail.models.layers import Block
 from vitrail.reproduction.measures.evaluation_images import evaluation_images, predict, untrained_network
 from vitrail.training.runs import Run
 
@@ -104,7 +105,7 @@ def exact_numbers(net: Net, images: Tensor, per_side: int) -> dict[str, float]:
         after = net.features(shuffle_patches(images, order, per_side), outputs=("logits", "pooled"))
         pairs = ((after.logits, before.logits), (after.pooled, before.pooled))
         changes.append(torch.stack([relative_change(x, y) for x, y in pairs]))  # 2 B
-    found = {}
+    found: dict[str, float] = {}
     for name, each in zip(("logit change", "feature change"), torch.stack(changes, 1), strict=True):
         if bool(each.isfinite().all()):  # the logits of an untrained network are zero
             found |= {name: float(each.mean()), f"{name}, largest": float(each.max())}
@@ -144,6 +145,7 @@ def reaches(net: ViT, images: Tensor) -> dict[str, float]:
     patch reach, first block      its output
     """
     block, num_prefix = net.blocks[0], net.config.num_prefix_tokens
+    assert isinstance(block, Block)
     tokens, grid = net.embed(images)
     inputs, state = net.apply_position(0, tokens, grid, None)
     normed, output = block.norm1(inputs), block(inputs, state)

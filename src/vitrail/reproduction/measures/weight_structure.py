@@ -105,6 +105,7 @@ def all_filters(net: Net) -> tuple[Floats, Floats]:
     return filter_components(net, net.patch.weight[0].numel())
 
 
+@torch.no_grad()
 def change_numbers(net: Net, untrained: Net, patches: Floats) -> dict[str, float]:
     """What training added to the patch filters: `change of filters`, its size as a fraction of the initial filters'.
 
