@@ -109,11 +109,13 @@ def _student(base: TrainConfig, loss: str) -> TrainConfig:
 def analyze(results: Results) -> Analysis:
     token, other = student_name(BIT, TOKEN), student_name(VIT, TOKEN)
     hard, soft = student_name(BIT, HARD), student_name(BIT, SOFT)
-    small_gain = "The convnet is not a much better model than the student here, so its labels add little."
+    small_gain = (
+        "The teacher was trained on the same images, so most of its hard labels may be the true ones and add little."
+    )
     convnet = compare(
         "A convnet is a better teacher than a transformer.",
         results.difference(token, other), "BiT's student", "the ViT's student",
-        why_not="Its inductive bias helps less on images of so few patches.",
+        why_not="Its inductive bias may help less on images of so few patches.",
     )  # fmt: skip
     verdicts = [
         compare(
@@ -243,7 +245,7 @@ def _note(results: Results) -> str:
         text += f"With a token and hard labels a student gains, by teacher: {', '.join(known)} points. "
     text += (
         "DeiT trains on ImageNet for 300 epochs with strong augmentation; there the teacher sees crops that no longer "
-        "show the labeled object, and corrects the label. Small centered images have this effect less."
+        "show the labeled object, and corrects the label. Small centered images may show this effect less."
     )
     if results.arms[NONE].config.data.fraction == TINY_FRACTION:
         text += f" {100 * TINY_FRACTION:g} % of the digits are used, because with all of them there is little to gain."

@@ -95,9 +95,7 @@ def _factors(size: str, positions: str) -> dict[str, str | float]:
 
 def analyze(results: Results) -> Analysis:
     gap = results.difference(DEFAULT, CORNER)
-    unneeded = (
-        "Few patches and a fine-tuning that is long beside the pre-training let the model learn its positions again."
-    )
+    unneeded = "Few patches and a fine-tuning that is long beside the pre-training may let the model learn its positions again."
     verdicts = [
         compare(
             "Fine-tuning at a higher resolution than pre-training gains accuracy.",
@@ -119,7 +117,7 @@ def analyze(results: Results) -> Analysis:
             "Before fine-tuning, bicubic interpolation is better than bilinear (DeiT, section 6).",
             results.difference(BICUBIC, BILINEAR, "start"), "bicubic", "bilinear",
             why_not="DeiT's reason is that bilinear interpolation shrinks the vectors; a short training at a small "
-            "scale leaves positions whose length matters less.",
+            "scale may leave positions whose length matters less.",
         ),
         similar(
             "After fine-tuning, the six conventions are alike, compared with what unscaled positions lose.",

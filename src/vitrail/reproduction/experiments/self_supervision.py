@@ -155,8 +155,8 @@ def analyze(results: Results) -> Analysis:
         compare(
             f"With all labels, masked patch prediction is better than training from scratch ({COLOR}).",
             minus(COLOR, SCRATCH), COLOR, SCRATCH,
-            why_not="Pre-training and fine-tuning see the same few images, which a training from scratch of the same "
-            "length can use as well; the original pre-trains on a far larger dataset.",
+            why_not=f"Training from scratch has {sum(STEPS[results.scale][:2]) / STEPS[results.scale][1]:g} times as many "
+            "steps with labels as fine-tuning; and the paper pre-trains on a far larger dataset.",
         ),
         compare(
             "With all labels, it is worse than supervised pre-training.", minus(SUPERVISED, COLOR), SUPERVISED, COLOR
