@@ -95,7 +95,7 @@ def _factors(size: str, positions: str) -> dict[str, str | float]:
 
 def analyze(results: Results) -> Analysis:
     gap = results.difference(DEFAULT, CORNER)
-    unneeded = "Few patches and a fine-tuning that is long beside the pre-training may let the model learn its positions again."
+    unneeded = "With few patches and a long fine-tuning, the model may learn its positions again."
     verdicts = [
         compare(
             "Fine-tuning at a higher resolution than pre-training gains accuracy.",

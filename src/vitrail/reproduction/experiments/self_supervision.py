@@ -151,12 +151,13 @@ def analyze(results: Results) -> Analysis:
         return results.difference(arm_name(one, full), arm_name(other, full))
 
     gain = minus(SUPERVISED, SCRATCH)
+    pretraining, tuning, _ = STEPS[results.scale]
     verdicts = [
         compare(
             f"With all labels, masked patch prediction is better than training from scratch ({COLOR}).",
             minus(COLOR, SCRATCH), COLOR, SCRATCH,
-            why_not=f"Training from scratch has {sum(STEPS[results.scale][:2]) / STEPS[results.scale][1]:g} times as many "
-            "steps with labels as fine-tuning; and the paper pre-trains on a far larger dataset.",
+            why_not=f"Training from scratch has {(pretraining + tuning) / tuning:g} times as many steps with labels as "
+            "fine-tuning, and the paper pre-trains on a far larger dataset.",
         ),
         compare(
             "With all labels, it is worse than supervised pre-training.", minus(SUPERVISED, COLOR), SUPERVISED, COLOR
