@@ -161,9 +161,8 @@ def plot(results: Results, metric: str, title: str, schedule: str) -> Figure:
     lines = [
         Line(family, mean_curve(results, family_arms(results.scale, family, schedule), metric)) for family in FAMILIES
     ]
-    source = next(iter(results.arms.values())).config.data.source
     return line_plot(
-        lines, f"{title} and data, {schedule}", f"{source}, {results.num_seeds} seeds",
+        lines, f"{title} and data, {schedule}", results.origin,
         "training images, % of all", "accuracy, %", log_x=True,
         x_ticks=[100 * fraction for fraction in FRACTIONS[results.scale]],
     )  # fmt: skip

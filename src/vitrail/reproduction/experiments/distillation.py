@@ -264,8 +264,7 @@ def plot(results: Results) -> Figure:
             {name: agreement(results, name, teacher_name(BIT)) for name in names if name != teacher_name(BIT)},
         ),
     ]
-    source = results.arms[NONE].config.data.source
-    return dot_plot(names, panels, "Distillation", f"{source}, {results.num_seeds} seeds", groups)
+    return dot_plot(names, panels, "Distillation", results.origin, groups)
 
 
 DISTILLATION = Experiment(

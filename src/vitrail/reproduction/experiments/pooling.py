@@ -168,9 +168,8 @@ def plot(results: Results) -> Figure:
         Line(pooling, mean_curve(results, {rate: arm_name(pooling, rate) for rate in RATES[results.scale]}))
         for pooling in POOLINGS
     ]
-    source = next(iter(results.arms.values())).config.data.source
     return line_plot(
-        lines, "Pooling and learning rate", f"{source}, {results.num_seeds} seeds", "learning rate",
+        lines, "Pooling and learning rate", results.origin, "learning rate",
         "test accuracy, %", log_x=True, x_ticks=sorted(RATES[results.scale]),
     )  # fmt: skip
 

@@ -204,9 +204,8 @@ def _describe_full(results: Results, full: dict[str, str]) -> str:
 
 def plot(results: Results) -> Figure:
     lines = [Line(treatment, mean_curve(results, treatment_arms(results.scale, treatment))) for treatment in TREATMENTS]
-    source = next(iter(results.arms.values())).config.data.source
     return line_plot(
-        lines, "Regularization and data", f"{source}, equal steps, {results.num_seeds} seeds",
+        lines, "Regularization and data", f"equal steps, {results.origin}",
         "training images, % of all", "test accuracy, %", log_x=True,
         x_ticks=[100 * fraction for fraction in FRACTIONS[results.scale]],
     )  # fmt: skip

@@ -177,7 +177,7 @@ def plot(results: Results) -> Figure:
     labels = {name: f"{name}: {INTERPOLATIONS[name]}" for name in RESAMPLES}
     panels = [Panel(p.title, {labels.get(name, name): mean for name, mean in p.means.items()}) for p in panels]
     small, large = SIZES[results.scale]
-    subtitle = f"{results.arms[DEFAULT].config.data.source}, {small} to {large} px, {results.num_seeds} seeds"
+    subtitle = f"{small} to {large} px, {results.origin}"
     groups = {labels.get(name, name): group for name, group in groups.items()}
     return dot_plot(list(groups), panels, "Fine-tuning at a higher resolution", subtitle, groups)
 

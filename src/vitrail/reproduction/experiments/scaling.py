@@ -298,7 +298,7 @@ def plot_shapes(results: Results, metric: str) -> Figure:
 
 
 def _subtitle(results: Results) -> str:
-    return f"{next(iter(results.arms.values())).config.data.source}, {results.num_seeds} seeds"
+    return results.origin
 
 
 SCALING = Experiment(

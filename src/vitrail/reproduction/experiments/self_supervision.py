@@ -16,11 +16,13 @@ from vitrail.reproduction.plots import Line, line_plot
 from vitrail.reproduction.results import Results, SeedMean
 from vitrail.reproduction.scales import base_config, recipe_config, vary_model
 
-SCRATCH, SUPERVISED = "from scratch", "supervised"
+SCRATCH, SHORT, SUPERVISED = "from scratch", "from scratch, short", "supervised"
 TARGETS = {"mean color": "mean-color", "4 x 4 colors": "downsized", "pixels": "pixels"}
 """Name -> masked_patch.target."""
 COLOR, DOWNSIZED, PIXELS = TARGETS
-STARTS = (SCRATCH, *TARGETS, SUPERVISED)
+STARTS = (SCRATCH, SHORT, *TARGETS, SUPERVISED)
+UNTRAINED = (SCRATCH, SHORT)
+"""Starts without pre-training: as long as pre-training and fine-tuning together, and as long as fine-tuning."""
 BATCH_SIZES: dict[Scale, dict[float, int]] = {
     "tiny": {100: 64, 10: 32, 3: 16},
     "gpu": {100: 512, 10: 512, 1: 128},
@@ -54,11 +56,13 @@ PUBLISHED = {SCRATCH: "77.9", COLOR: "79.9", SUPERVISED: "84.0"}
 
 
 def arms(scale: Scale, data: DataConfig | None = None) -> list[Arm]:
-    found = [_pretraining(scale, data, start) for start in STARTS if start != SCRATCH]
+    found = [_pretraining(scale, data, start) for start in STARTS if start not in UNTRAINED]
     for percent in percents_of(scale):
         for start in STARTS:
             found.append(
-                _scratch(scale, data, percent) if start == SCRATCH else _finetuning(scale, data, start, percent)
+                _finetuning(scale, data, start, percent)
+                if start not in UNTRAINED
+                else _scratch(scale, data, start, percent)
             )
     return found
 
@@ -112,16 +116,15 @@ def _pretraining(scale: Scale, data: DataConfig | None, start: str) -> Arm:
     )
 
 
-def _scratch(scale: Scale, data: DataConfig | None, percent: float) -> Arm:
-    """As many steps as pre-training and fine-tuning together."""
-    rates = SCRATCH_RATES[scale]
-    total = steps(sum(STEPS[scale][:2])).to_dict()
+def _scratch(scale: Scale, data: DataConfig | None, start: str, percent: float) -> Arm:
+    rates, (pretraining, finetuning, _) = SCRATCH_RATES[scale], STEPS[scale]
+    total = steps(finetuning if start == SHORT else pretraining + finetuning).to_dict()
     return Arm(
-        name=arm_name(SCRATCH, percent),
+        name=arm_name(start, percent),
         config=_with(
             _base(scale, data), _labeled(percent), rates[0], duration=total, batch_size=BATCH_SIZES[scale][percent]
         ),
-        factors={"start": SCRATCH, "labels, %": percent},
+        factors={"start": start, "labels, %": percent},
         learning_rates=rates,
     )
 
@@ -188,7 +191,7 @@ def _table(results: Results) -> Table:
 
 def _features_table(results: Results) -> Table:
     rows: list[list[Cell]] = [
-        [start, results.mean(pretraining_name(start), "5-shot")] for start in STARTS if start != SCRATCH
+        [start, results.mean(pretraining_name(start), "5-shot")] for start in STARTS if start not in UNTRAINED
     ]
     caption = "5-shot accuracy of the features after pre-training, without fine-tuning, %; the paper has no numbers."
     return Table(caption, ["pre-training", "5-shot accuracy, %"], rows)
@@ -201,10 +204,10 @@ def _note(results: Results) -> str:
         f"The first half of the training images is for pre-training ({count:,} steps), with labels or by masked patch "
         f"prediction; the other half, or a part of it, is for fine-tuning with labels ({tuned:,} steps) and a new "
         "head. Training from scratch sees the labeled part of the second half alone, for as many steps as pre-training "
-        "and fine-tuning together. Supervised pre-training sees labels of the same classes: twice as many labels as "
-        "the others with all labels, and many times as many with few. It is an upper bound; in the paper it uses other "
-        f"classes. Fine-tuning and training from scratch choose from {rates} learning rates each; those of "
-        "pre-training are fixed, because its objectives have no common score. "
+        "and fine-tuning together, or (short) as fine-tuning. Supervised pre-training sees labels of the same classes: "
+        "twice as many labels as the others with all labels, and many times as many with few. It is an upper bound; in "
+        f"the paper it uses other classes. Fine-tuning and training from scratch choose from {rates} learning rates "
+        "each; those of pre-training are fixed, because its objectives have no common score. "
     )
     gains = []
     for percent in percents_of(results.scale):
@@ -222,11 +225,10 @@ def plot(results: Results) -> Figure:
     for start in STARTS:
         means = {percent: results.mean(arm_name(start, percent)) for percent in percents}
         lines.append(Line(start, {percent: mean for percent, mean in means.items() if mean is not None}))
-    source = results.arms[arm_name(SCRATCH, percents[0])].config.data.source
     return line_plot(
         lines,
         "Self-supervised pre-training",
-        f"{source}, {results.num_seeds} seeds",
+        results.origin,
         "labeled images for fine-tuning, %",
         "test accuracy, %",
         log_x=True,

@@ -245,8 +245,7 @@ def shift_figure(results: Results) -> Figure:
 
 
 def _subtitle(results: Results) -> str:
-    source = next(iter(results.arms.values())).config.data.source
-    return f"{source} at {image_size(results)} px, {results.num_seeds} seeds"
+    return f"{image_size(results)} px, {results.origin}"
 
 
 SYMMETRY = Experiment(
