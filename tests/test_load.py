@@ -314,11 +314,11 @@ def test_float64_model_returns_float64(vit, model_folder, photograph):
 
 
 def test_unknown_dtypes_and_devices_are_one_sentence_errors(model_folder):
-    with pytest.raises(ConfigError, match=r"no dtype 'bfloat'.*did you mean 'bfloat16'"):
+    with pytest.raises(ConfigError, match=r"unknown dtype 'bfloat'.*did you mean 'bfloat16'"):
         vitrail.load(model_folder, dtype="bfloat")
-    with pytest.raises(ConfigError, match="there is no device 'gpu'; try cpu, cuda"):
+    with pytest.raises(ConfigError, match="unknown device 'gpu'; try cpu, cuda"):
         vitrail.load(model_folder, device="gpu")
-    with pytest.raises(ConfigError, match="there is no device 'gpu'"):
+    with pytest.raises(ConfigError, match="unknown device 'gpu'"):
         vitrail.load(model_folder).to("gpu")
 
 

@@ -264,13 +264,13 @@ def installed(target: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("installed")
 def test_an_unknown_name_says_what_is_available():
-    with pytest.raises(NotFoundError, match=r"no objective is called 'focal'; available: classify, missing, squared"):
+    with pytest.raises(NotFoundError, match=r"unknown objective 'focal'; available: classify, missing, squared"):
         plugins.load_plugin("objectives", "focal", ["classify"])
-    with pytest.raises(NotFoundError, match=r"no objective is called 'sqared'; did you mean 'squared'\?"):
+    with pytest.raises(NotFoundError, match=r"unknown objective 'sqared'; did you mean 'squared'\?"):
         plugins.load_plugin("objectives", "sqared")
     with pytest.raises(NotFoundError, match="unknown kind of data source 'blobz' in 'blobz:1'; did you mean 'blobs'"):
         open_data(DataConfig(source="blobz:1"))
-    with pytest.raises(NotFoundError, match=r"no model is called 'own-tine'; did you mean 'own-tiny'\?"):
+    with pytest.raises(NotFoundError, match=r"unknown model 'own-tine'; did you mean 'own-tiny'\?"):
         config_from_name("own-tine")
 
 

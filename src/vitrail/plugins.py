@@ -59,7 +59,7 @@ def load_plugin(group: str, name: str, builtin: Iterable[str] = ()) -> Any:
     if not points:
         known = [*builtin, *plugin_names(group)]
         hint = did_you_mean(name, known) if known else f"; no package adds one to the group vitrail.{group}."
-        raise NotFoundError(f"no {GROUPS[group]} is called {name!r}{hint}")
+        raise NotFoundError(f"unknown {GROUPS[group]} {name!r}{hint}")
     if len(points) > 1:
         packages = " and ".join(map(_package, points))
         raise PluginError(f"the packages {packages} both add a {GROUPS[group]} {name!r}; uninstall one of them.")

@@ -89,7 +89,7 @@ def test_predict_with_another_engine_gives_the_same_labels(vitrail, tiny, photos
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--to", "onix"], "no export format 'onix'; did you mean 'onnx'?"),
+        (["--to", "onix"], "unknown export format 'onix'; did you mean 'onnx'?"),
         (
             ["--precision", "i8"],
             "int8 in ONNX needs calibration images, similar to those in use: "
@@ -122,8 +122,8 @@ def test_an_existing_file_is_replaced_only_with_overwrite(vitrail, tiny, tmp_pat
         ("tiny.pt2", ["--to", "onnx"], r"ends in \.onnx; try .*tiny\.onnx, or omit --to for pt2"),
         ("no/tiny.pt2", [], "there is no folder"),
         ("tiny.pt2", ["--labels", "none.txt"], "no such class names file"),
-        ("tiny.pt2", ["--check", "nowhere"], "no data source 'nowhere'"),
-        ("tiny.xml", ["--precision", "i8", "--calibrate", "nowhere"], "no data source 'nowhere'"),
+        ("tiny.pt2", ["--check", "nowhere"], "unknown data source 'nowhere'"),
+        ("tiny.xml", ["--precision", "i8", "--calibrate", "nowhere"], "unknown data source 'nowhere'"),
     ],
 )
 def test_wrong_options_are_reported_before_the_model_is_loaded(vitrail, tmp_path, name, options, problem):

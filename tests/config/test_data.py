@@ -17,13 +17,13 @@ from vitrail.errors import ConfigError
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"held_out": 0.0}, "held_out=0.0 is a fraction of the images: between 0 and 1"),
-        ({"held_out": 1.0}, "held_out=1.0 is a fraction"),
-        ({"max_bad_fraction": 1.5}, "max_bad_fraction=1.5 is a fraction"),
+        ({"held_out": 0.0}, "held_out=0.0: expected a fraction of the images, between 0 and 1"),
+        ({"held_out": 1.0}, "held_out=1.0: expected a fraction"),
+        ({"max_bad_fraction": 1.5}, "max_bad_fraction=1.5: expected a fraction"),
         ({"repeats": 0}, "repeats=0: expected 1 or more"),
-        ({"workers": -1}, "workers=-1: 0 or more"),
-        ({"order": "random"}, "is not one of its values"),
-        ({"source": 3}, "DataConfig.source expects str, got 3"),
+        ({"workers": -1}, "workers=-1: expected 0 or more"),
+        ({"order": "random"}, "is not a valid value"),
+        ({"source": 3}, "DataConfig.source expects text, got 3"),
     ],
 )
 def test_invalid_data_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
@@ -34,21 +34,21 @@ def test_invalid_data_settings_are_rejected(settings: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"flip": 1.5}, "flip=1.5 is a probability"),
-        ({"erase": -0.1}, "erase=-0.1 is a probability"),
-        ({"mix_prob": 2.0}, "mix_prob=2.0 is a probability"),
+        ({"flip": 1.5}, "flip=1.5: expected a probability"),
+        ({"erase": -0.1}, "erase=-0.1: expected a probability"),
+        ({"mix_prob": 2.0}, "mix_prob=2.0: expected a probability"),
         ({"scale": (0.0, 1.0)}, "scale=0.0, 1.0: expected two positive numbers"),
         ({"scale": (0.9, 0.5)}, "the smaller one first"),
-        ({"scale": (0.5, 1.5)}, "fractions of the area: at most 1"),
-        ({"erase_scale": (0.5, 1.5)}, "fractions of the area: at most 1"),
+        ({"scale": (0.5, 1.5)}, "fractions of the area, at most 1"),
+        ({"erase_scale": (0.5, 1.5)}, "fractions of the area, at most 1"),
         ({"ratio": (2.0, 1.0)}, "the smaller one first"),
-        ({"color_jitter": (0.4, 0.4, 0.4, 0.6)}, "hue 0.6 is a fraction of the color circle"),
-        ({"color_jitter": (-0.1, 0.0, 0.0, 0.0)}, "are 0 or more"),
+        ({"color_jitter": (0.4, 0.4, 0.4, 0.6)}, "hue 0.6: expected at most 0.5"),
+        ({"color_jitter": (-0.1, 0.0, 0.0, 0.0)}, "must be 0 or more"),
         ({"color_jitter": (0.1, 0.1)}, "color_jitter expects"),
-        ({"mixup": -1.0}, "are 0 or more"),
-        ({"pad": -1}, "are 0 or more"),
-        ({"magnitude": 11.0}, "magnitude=11.0 is out of 10"),
-        ({"policy": "auto"}, "is not one of its values"),
+        ({"mixup": -1.0}, "must be 0 or more"),
+        ({"pad": -1}, "must be 0 or more"),
+        ({"magnitude": 11.0}, "magnitude=11.0: expected 0 to 10"),
+        ({"policy": "auto"}, "is not a valid value"),
     ],
 )
 def test_invalid_augmentation_settings_are_rejected(settings: dict[str, Any], message: str) -> None:

@@ -124,7 +124,7 @@ def test_saved_arrays_load_unchanged(tmp_path: Path):
 
 
 def test_unknown_formats_are_an_error():
-    with pytest.raises(ConfigError, match="no format 'gif'"):
+    with pytest.raises(ConfigError, match="unknown format 'gif'"):
         canvas.check_formats(("png", "gif"))
     with pytest.raises(ConfigError, match="no format was given"):
         canvas.check_formats(())

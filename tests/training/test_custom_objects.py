@@ -122,7 +122,7 @@ def test_an_objective_without_labels_is_evaluated_by_its_own_values():
         (lambda *_: torch.zeros(64), ModelError, "returned Tensor"),
         (lambda *_: 1 / 0, ModelError, r"failed with images \(64, 1, 8, 8\) and targets \(64,\) .*ZeroDivisionError"),
         (nn.Linear, ConfigError, "the objective is the class Linear; expected a function"),
-        ("focal", ConfigError, r"objective='focal' is not one of its values; available: classify"),
+        ("focal", ConfigError, r"objective='focal' is not a valid value; available: classify"),
         ("no_such_module:focal", PluginError, r"no_such_module:focal cannot be imported .*package.module:name"),
     ],
 )

@@ -121,7 +121,7 @@ def change_info(path: Path, change: Any) -> None:
         (lambda info: info.update(version=3), "got version=3, expected at most 2"),
         (lambda info: info.pop("family") and None, "family is missing"),
         (lambda info: info["model"].update(hats=3), "has no field 'hats'; available: "),
-        (lambda info: info["model"].update(num_heads=3), "not divisible into num_heads=3"),
+        (lambda info: info["model"].update(num_heads=3), "not divisible by num_heads=3"),
         (lambda info: info.update(labels=["a"]), "1 class names were given for 3 outputs"),
         (lambda info: info.update(labels=7), "model.safetensors: read as vitrail"),
         (lambda info: info.update(task="dance"), "task='dance' is not one of"),

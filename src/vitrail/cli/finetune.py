@@ -44,7 +44,7 @@ def finetune(
     """Fine-tune a pretrained model on your classes: vitrail finetune --model MODEL --data photos/"""
     if run.settings:
         if recipe not in FINETUNE_RECIPES:
-            raise NotFoundError(f"no fine-tuning recipe is called {recipe!r}{did_you_mean(recipe, FINETUNE_RECIPES)}")
+            raise NotFoundError(f"unknown fine-tuning recipe {recipe!r}{did_you_mean(recipe, FINETUNE_RECIPES)}")
         config = FINETUNE_RECIPES[recipe](model or "MODEL", data or "DATA", images=1000, device="cuda")
         title = f"Settings of --recipe {recipe} for 1,000 images on a GPU; change any with KEY=VALUE.\n"
         print_settings(override(config, overrides or []), title, as_json)

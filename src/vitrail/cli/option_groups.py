@@ -157,7 +157,7 @@ class EngineOptions:
     def check(self, device: DeviceOptions) -> None:
         """Raise ConfigError for an unknown engine, or options that do not fit together."""
         if self.engine is not None and self.engine not in ENGINES:
-            raise ConfigError(f"no engine {self.engine!r}{did_you_mean(self.engine, ENGINES)}")
+            raise ConfigError(f"unknown engine {self.engine!r}{did_you_mean(self.engine, ENGINES)}")
         if self.engine not in (None, "torch") and device.dtype != "float32":
             raise ConfigError(f"--dtype {device.dtype} is only for torch; {self.engine} has a fixed dtype.")
         if self.calibrate is not None and self.engine != "auto":

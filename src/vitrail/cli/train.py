@@ -169,7 +169,7 @@ def recipe_config(name: str, overrides: list[str]) -> TrainConfig:
     from vitrail.recipes import RECIPES
 
     if name not in RECIPES:
-        raise NotFoundError(f"no recipe is called {name!r}{did_you_mean(name, RECIPES)}")
+        raise NotFoundError(f"unknown recipe {name!r}{did_you_mean(name, RECIPES)}")
     return override(RECIPES[name](), overrides)
 
 

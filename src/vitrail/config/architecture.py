@@ -156,10 +156,10 @@ class ViTConfig(Config):
         if self.num_classes < 0 or self.num_registers < 0 or self.pre_logits < 0:
             raise ConfigError("classes, registers and pre_logits must be 0 or more.")
         if self.width % self.num_heads:
-            raise ConfigError(f"width={self.width} is not divisible into num_heads={self.num_heads}.")
+            raise ConfigError(f"width={self.width} is not divisible by num_heads={self.num_heads}.")
         for name in ("dropout", "attention_dropout", "drop_path"):
             if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is a probability: 0 or more, less than 1.")
+                raise ConfigError(f"{name}={getattr(self, name)}: expected a probability, at least 0 and less than 1.")
         self.grid_of(pair(self.image_size))
         self._check_tokens()
         self._check_position()
@@ -172,38 +172,41 @@ class ViTConfig(Config):
                 raise ConfigError("distilled=true needs class_token=true.")
         if self.pool == "token+gap" and self.pool_norm == "after":
             raise ConfigError(
-                "pool='token+gap' concatenates normalized tokens: pool_norm='before' or 'none', not 'after'."
+                "pool='token+gap' concatenates normalized tokens and needs pool_norm='before' or 'none', not 'after'."
             )
         self._check_coca()
         if self.distilled and self.pool != "token":
-            raise ConfigError(f"distilled=true needs two tokens: pool='token', not {self.pool!r}.")
+            raise ConfigError(f"distilled=true needs pool='token', got pool={self.pool!r}.")
         if self.distilled and self.pre_logits:
-            raise ConfigError("distilled=true has two plain heads: pre_logits=0.")
+            raise ConfigError(f"distilled=true needs pre_logits=0, got pre_logits={self.pre_logits}.")
 
     def _check_coca(self) -> None:
         if self.pool != "coca":
             if self.pool_width is not None or self.pool_heads is not None:
-                raise ConfigError(f"pool_width and pool_heads belong to pool='coca', not to pool={self.pool!r}.")
+                raise ConfigError(f"pool_width and pool_heads are only for pool='coca', not for pool={self.pool!r}.")
             return
         if not self.class_token or self.pool_norm != "before":
-            raise ConfigError("pool='coca' pools normalized tokens: class_token=true and pool_norm='before'.")
+            raise ConfigError("pool='coca' needs class_token=true and pool_norm='before'.")
         width, heads = self.pooled_width, self.pool_heads or self.num_heads
         if width < 1 or heads < 1 or width % heads:
-            raise ConfigError(f"pool_width={width} is not divisible into pool_heads={heads}.")
+            raise ConfigError(f"pool_width={width} is not divisible by pool_heads={heads}.")
 
     def _check_position(self) -> None:
         if self.position in ("relative", "rope-2d") and self.position_at == "stem":
             raise ConfigError(
-                f"position={self.position!r} is applied inside attention: position_at='layers' or 'shared', not 'stem'."
+                f"position={self.position!r} is applied inside attention; "
+                "use position_at='layers' or 'shared', not 'stem'."
             )
         if self.position == "learned-2d" and self.width % 2:
-            raise ConfigError(f"learned-2d splits width={self.width} into halves: make it even.")
+            raise ConfigError(f"position='learned-2d' needs an even width, got width={self.width}.")
         if self.position == "sincos-2d" and (self.width % 4 or self.width < 8):
-            raise ConfigError(f"sincos-2d splits width={self.width} into quarters: a multiple of 4, from 8.")
+            raise ConfigError(
+                f"position='sincos-2d' needs a width that is a multiple of 4 and at least 8, got {self.width}."
+            )
         if self.position == "rope-2d" and (self.width // self.num_heads) % 4:
             raise ConfigError(
-                f"rope-2d rotates quarters of a head: width / num_heads = {self.width // self.num_heads} "
-                "must be a multiple of 4."
+                "position='rope-2d' needs a head dimension (width / num_heads) that is a multiple of 4, "
+                f"got {self.width // self.num_heads}."
             )
 
     @property
@@ -288,7 +291,7 @@ class BiTConfig(Config):
         _set(self, image_size=pair(self.image_size))
         _positive(self, "image_size", "channels", "width_factor", "norm_eps")
         if not self.layers or any(n < 1 for n in self.layers):
-            raise ConfigError(f"BiT needs blocks in every stage, got layers={self.layers}.")
+            raise ConfigError(f"layers={self.layers}: every stage of a BiT needs at least one block.")
 
 
 def _set(config: Config, **values: object) -> None:

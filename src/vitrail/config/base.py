@@ -101,8 +101,8 @@ def _coerce_field(cls: type, name: str, kind: Any, value: Any) -> Any:
         words = [TYPE_DESCRIPTIONS[a] for a in get_args(kind) if a in TYPE_DESCRIPTIONS]
         if words and "did you mean" not in hint:
             *most, last = *words, *options
-            hint = f"; it is {', '.join(most)} or {last}."
-        raise ConfigError(f"{cls.__name__}.{name}={value!r} is not one of its values{hint}")
+            hint = f"; expected {', '.join(most)} or {last}."
+        raise ConfigError(f"{cls.__name__}.{name}={value!r} is not a valid value{hint}")
     raise ConfigError(f"{cls.__name__}.{name} expects {_type_name(kind)}, got {value!r}.")
 
 
@@ -161,6 +161,9 @@ def _options(kind: Any) -> list[str]:
 
 
 def _type_name(kind: Any) -> str:
+    names = {**TYPE_DESCRIPTIONS, bool: "true or false", str: "text"}
+    if kind in names:
+        return names[kind]
     return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
 
 

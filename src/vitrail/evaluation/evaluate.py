@@ -102,7 +102,7 @@ def evaluate(
     those of `load`; a `Model` stays on its device unless `device` is given.
     """
     if protocol not in PROTOCOLS:
-        raise ConfigError(f"there is no protocol {protocol!r}{did_you_mean(protocol, PROTOCOLS)}")
+        raise ConfigError(f"unknown protocol {protocol!r}{did_you_mean(protocol, PROTOCOLS)}")
     if bins < 1 or (batch_size is not None and batch_size < 1):
         raise ConfigError(f"bins={bins}, batch_size={batch_size}: expected 1 or more.")
     config = DataConfig(source=data, root=root, skip_bad=skip_bad, workers=workers)

@@ -87,7 +87,7 @@ def check_formats(formats: Sequence[str]) -> None:
     """Raise ConfigError for an unknown format."""
     for ending in formats:
         if ending not in FORMATS:
-            raise ConfigError(f"no format {ending!r}{did_you_mean(ending, FORMATS)}")
+            raise ConfigError(f"unknown format {ending!r}{did_you_mean(ending, FORMATS)}")
     if not formats:
         raise ConfigError(f"no format was given; expected some of {', '.join(FORMATS)}.")
 

@@ -156,7 +156,7 @@ class BiT(BaseNet):
         """0 for the root; the blocks of all stages from 1; one more for the final norm and the head."""
         part, _, rest = name.partition(".")
         if not hasattr(self, part):
-            raise ModelError(f"no parameter is called {name!r}{did_you_mean(name, dict(self.named_parameters()))}")
+            raise ModelError(f"unknown parameter {name!r}{did_you_mean(name, dict(self.named_parameters()))}")
         if part == "stages":
             stage, unit = map(int, rest.split(".")[:2])
             return sum(self.config.layers[:stage]) + unit + 1

@@ -54,7 +54,7 @@ class MaskedPatchObjective(Objective):
         self, net: Net, config: MaskedPatchConfig, preprocess: PreprocessConfig, seed: int | None = None
     ) -> None:
         if not isinstance(net, ViT):
-            raise ConfigError("masked patches need a ViT: a BiT has none.")
+            raise ConfigError("objective=masked-patch needs a ViT; a BiT has no patches.")
         _check(net, config)
         super().__init__(_without_head(net))
         self.config, like = config, net.patch.weight
@@ -100,7 +100,7 @@ class MaskedPatchObjective(Objective):
     def choose_patches(self, sample_seeds: Tensor, patches: int) -> Tensor:
         """Indices of the corrupted patches, b M, drawn uniformly without replacement."""
         if patches < 2:
-            raise ModelError("masked patches need at least 2 patches, got 1; try larger images.")
+            raise ModelError("masked-patch prediction needs at least 2 patches, got 1; try larger images.")
         count = max(round(self.config.mask_ratio * patches), 1)
         return rng.bits(sample_seeds, WHICH, patches).argsort(1)[:, :count]
 
@@ -163,7 +163,9 @@ def _without_head(net: ViT) -> ViT:
 
 def _check(net: ViT, config: MaskedPatchConfig) -> None:
     if net.config.stem is not None:
-        raise ConfigError("masked patches need a plain ViT, got a hybrid, whose stem mixes patches before masking.")
+        raise ConfigError(
+            "objective=masked-patch needs a plain ViT; the stem of a hybrid mixes patches before masking."
+        )
     if config.target != "pixels" and net.config.channels > MAX_CHANNELS:
         raise ConfigError(
             f"got {net.config.channels} channels, expected at most {MAX_CHANNELS}: 3 bits per channel are too many "

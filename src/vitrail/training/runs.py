@@ -235,9 +235,7 @@ def finetune_config(
 ) -> TrainConfig:
     """The config that `finetune` chooses for a model and a data set."""
     if recipe not in tuning.FINETUNE_RECIPES:
-        raise NotFoundError(
-            f"no fine-tuning recipe is called {recipe!r}{did_you_mean(recipe, tuning.FINETUNE_RECIPES)}"
-        )
+        raise NotFoundError(f"unknown fine-tuning recipe {recipe!r}{did_you_mean(recipe, tuning.FINETUNE_RECIPES)}")
     about_data = [o for o in overrides if o.startswith("data.")]
     source = override(DataConfig(source=data), [o.removeprefix("data.") for o in about_data])
     with log_on_main_process():
@@ -401,7 +399,7 @@ def _resolve_recipe(recipe: str | Path | TrainConfig, data: str | None, model: s
     elif str(recipe).endswith(".json"):
         config = read_run_config(Path(recipe).expanduser())
     else:
-        raise NotFoundError(f"no recipe is called {str(recipe)!r}{did_you_mean(str(recipe), RECIPES)}")
+        raise NotFoundError(f"unknown recipe {str(recipe)!r}{did_you_mean(str(recipe), RECIPES)}")
     if data is not None:
         config = config.replace(data=config.data.replace(source=data).to_dict())
     if model is not None:

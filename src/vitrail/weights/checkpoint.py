@@ -237,7 +237,7 @@ def _canonical_family(family: str | None) -> str | None:
     """A family's name with the capitalization of FAMILIES."""
     canonical = next((name for name in FAMILIES if name.lower() == str(family).lower()), family)
     if canonical is not None and canonical not in FAMILIES:
-        raise NotFoundError(f"no family is called {family!r}{did_you_mean(canonical, FAMILIES)}")
+        raise NotFoundError(f"unknown family {family!r}{did_you_mean(canonical, FAMILIES)}")
     return canonical
 
 

@@ -68,11 +68,11 @@ def test_the_kind_of_a_folder_is_detected_by_its_contents(make_folder, shards, t
     [
         (
             "cifr10",
-            r"no data source 'cifr10': not a built-in dataset, and not a file or folder.*; did you mean 'cifar10'\?",
+            r"unknown data source 'cifr10': not a built-in dataset, and not a file or .*; did you mean 'cifar10'\?",
         ),
         ("foldr:x", r"unknown kind of data source 'foldr' in 'foldr:x'; did you mean 'folder'\?"),
         ("no/such/place", r"no file or folder no/such/place \(relative to "),
-        ("builtin:imagenet", r"no built-in dataset 'imagenet'; available: cifar10"),
+        ("builtin:imagenet", r"unknown built-in dataset 'imagenet'; available: cifar10"),
         ("folder:", r"'folder:' has nothing after the colon; try folder:photos/"),
         ("https://host/page.html", r"is not the URL of a tar file"),
     ],
