@@ -224,7 +224,7 @@ print(run.config.objective, *run.config.callbacks, *run.config.trackers, run.con
     # What can be imported need not be passed again; the dataset and the tracker, which cannot, are asked for.
     resumed = run_python(target, tmp_path, "-m", "vitrail", "train", "--resume", "--out", "objects")
     assert resumed.status == 1
-    assert "was an object in memory, which config.json cannot hold; pass it again" in resumed.err
+    assert "was an object in memory, which config.json cannot store; pass it again" in resumed.err
     assert "Traceback" not in resumed.err
 
 
@@ -297,7 +297,7 @@ def test_two_packages_with_one_name_are_refused(monkeypatch: pytest.MonkeyPatch)
         return type("Point", (), {"name": "x", "value": value, "dist": distribution})()
 
     monkeypatch.setattr(plugins, "find_entry_points", lambda group: {"x": [fake("a:b", "one"), fake("c:d", "two")]})
-    with pytest.raises(PluginError, match="the packages one and two both add a tracker 'x'; uninstall one of them"):
+    with pytest.raises(PluginError, match="the packages one and two both add the tracker 'x'; uninstall one of them"):
         plugins.load_plugin("trackers", "x")
 
 

@@ -180,7 +180,7 @@ def test_fine_tuning_recipe_cannot_change_on_resume():
     settings = ["duration=2 steps", "data.workers=0"]
     vitrail.finetune("start", "photos", recipe="paper", image_size=8, overrides=settings, out="paper", report=False)
     vitrail.finetune("start", "photos", overrides=settings, out="usual", report=False)
-    with pytest.raises(ConfigError, match="--recipe paper cannot change when a run is resumed"):
+    with pytest.raises(ConfigError, match="--recipe paper cannot be changed when a run is resumed"):
         vitrail.finetune("", "", recipe="paper", resume=True, out="usual")
     assert vitrail.finetune("", "", recipe="paper", resume=True, out="paper", report=False).finished
 

@@ -62,7 +62,7 @@ def load_plugin(group: str, name: str, builtin: Iterable[str] = ()) -> Any:
         raise NotFoundError(f"unknown {GROUPS[group]} {name!r}{hint}")
     if len(points) > 1:
         packages = " and ".join(map(_package, points))
-        raise PluginError(f"the packages {packages} both add a {GROUPS[group]} {name!r}; uninstall one of them.")
+        raise PluginError(f"the packages {packages} both add the {GROUPS[group]} {name!r}; uninstall one of them.")
     with plugin_errors(group, name):
         return points[0].load()
 

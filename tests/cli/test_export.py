@@ -112,14 +112,14 @@ def test_an_existing_file_is_replaced_only_with_overwrite(vitrail, tiny, tmp_pat
     (tmp_path / "tiny.pt2").write_text("mine")
     result = vitrail("export", "no such model", tmp_path / "tiny.pt2", "--to", "pt2")
     assert result.status == 1
-    assert result.errors[0].endswith("tiny.pt2 exists already; choose another name, or replace it with --overwrite.")
+    assert result.errors[0].endswith("tiny.pt2 already exists; choose another name, or replace it with --overwrite.")
     assert vitrail("export", tiny, tmp_path / "tiny.pt2", "--overwrite").status == 0
 
 
 @pytest.mark.parametrize(
     ("name", "options", "problem"),
     [
-        ("tiny.pt2", ["--to", "onnx"], r"ends in \.onnx; try .*tiny\.onnx, or omit --to for pt2"),
+        ("tiny.pt2", ["--to", "onnx"], r"ends in \.onnx for onnx; try .*tiny\.onnx, or omit --to for pt2"),
         ("no/tiny.pt2", [], "there is no folder"),
         ("tiny.pt2", ["--labels", "none.txt"], "no such class names file"),
         ("tiny.pt2", ["--check", "nowhere"], "unknown data source 'nowhere'"),
@@ -164,7 +164,7 @@ def test_calibrating_and_comparing_on_the_same_images_prints_a_note(vitrail, tin
     options = ["--precision", "int8", "--calibrate", photos, "--check", photos, "--batch-size", 8]
     result = vitrail("export", tiny, tmp_path / "a.onnx", *options)
     assert result.status == 0, result.err  # six images repeat to fill a batch of eight
-    assert "calibrated and compared on the same images: the agreement on others may be lower." in result.notes
+    assert "calibrated and compared on the same images; the agreement on other images may be lower." in result.notes
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")

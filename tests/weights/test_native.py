@@ -149,7 +149,7 @@ def test_vitrail_format_supports_everything() -> None:
 def test_existing_model_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     before = {f.name: f.read_bytes() for f in (tmp_path / "model").iterdir()}
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         write_model(tmp_path / "model", BiTConfig(layers=(1,), width_factor=0.5, num_classes=2))
     assert {f.name: f.read_bytes() for f in (tmp_path / "model").iterdir()} == before
     net = build(SMALL, seed=1)

@@ -22,7 +22,7 @@ from vitrail.runtime import is_main_process
 @with_option_groups
 def finetune(
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, such as optim.lr=1e-4.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to change, such as optim.lr=1e-4.")
     ] = None,
     model: ModelSpec = None,
     data: Data = None,
@@ -41,7 +41,10 @@ def finetune(
     run: RunOptions = RunOptions(),
     as_json: Json = False,
 ) -> None:
-    """Fine-tune a pretrained model on your classes: vitrail finetune --model MODEL --data photos/"""
+    """Fine-tune a pretrained model on the classes of your data.
+
+    vitrail finetune --model MODEL --data photos/
+    """
     if run.settings:
         if recipe not in FINETUNE_RECIPES:
             raise NotFoundError(f"unknown fine-tuning recipe {recipe!r}{did_you_mean(recipe, FINETUNE_RECIPES)}")

@@ -141,7 +141,7 @@ class EngineOptions:
         typer.Option(
             "--engine",
             metavar="NAME",
-            help="torch, onnxruntime, openvino, or auto: the fastest whose outputs match torch.",
+            help="torch, onnxruntime, openvino, or auto: the fastest one whose outputs match torch's.",
             show_default="torch; for an exported file, the engine of its format",
         ),
     ] = None
@@ -202,7 +202,7 @@ class FeatureOptions:
 class RunOptions:
     """The folder of a training run, and how it starts."""
 
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The run folder; default: runs/NAME.")] = None
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; default: runs/NAME.")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run from its last checkpoint.")] = False
     auto_resume: Annotated[
         bool,

@@ -178,9 +178,9 @@ def _load_resident(
 def _describe_resident(loaded: resident.ResidentImages, transform: Transform, augment: AugmentConfig) -> str:
     n, _, height, width = loaded.images.shape
     size = resident.format_bytes(loaded.images.numel() * loaded.images.element_size())
-    note = f"{n:,} images of {height} x {width} are kept on {loaded.images.device} ({size})"
+    note = f"{n:,} images of {height} x {width} pixels are kept on {loaded.images.device} ({size})"
     if augment.crop == "resized" and not isinstance(transform, OriginalPixels):
-        note += ", with evaluation's preprocessing: random crops are taken from that"
+        note += ", preprocessed as in evaluation; random crops are taken from the result"
     return note
 
 

@@ -53,7 +53,7 @@ class Sampler:
         self.seed, self.mode, self.repeats = seed, mode, repeats
         self.size = images if isinstance(images, int) else len(images)
         if self.size < 1:
-            raise DataError("there are no images to learn from.")
+            raise DataError("there are no training images.")
         if mode == "balanced":
             self._members, self._starts, self._counts = _group_by_class(images)
         self.blocks = None if mode == "balanced" or blocks is None else tuple(n for n in blocks if n)

@@ -184,7 +184,7 @@ def _part(config: DataConfig, vit: Model) -> Source:
     if isinstance(found, ShardStream):
         raise DataError(f"{config.source} is a stream, which cannot be evaluated; try shards: instead of stream:.")
     if not len(found):
-        raise DataError(f"{config.source} has no images to measure.")
+        raise DataError(f"{config.source} has no images to evaluate.")
     if not parts.has_eval_split and vit.info.trained_by_vitrail:
         about = f"measuring all {len(found):,} images of {found.name}; if it was trained on them, use --held-out "
         warn_once([f"{about}to measure only those that training holds out"], about=config.source)

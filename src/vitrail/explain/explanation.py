@@ -237,7 +237,7 @@ def _resolve_methods(net: Net, has_classes: bool, methods: Sequence[str] | None)
             raise ModelError("this model has neither attention nor classes, so no method applies.")
         return supported
     if not methods:
-        raise ConfigError(f"no method was given; expected some of {', '.join(METHODS)}.")
+        raise ConfigError(f"no method was given; expected one or more of {', '.join(METHODS)}.")
     for method in methods:
         if method not in METHODS:
             raise ConfigError(f"unknown method {method!r}{did_you_mean(method, METHODS)}")

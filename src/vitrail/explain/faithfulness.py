@@ -74,7 +74,7 @@ def faithfulness(
     Patches are masked in `steps` groups of nearly equal size; ties are broken by position.
     """
     if steps < 1 or orders < 0:
-        raise ConfigError(f"steps={steps}, orders={orders}: expected one step or more, and no fewer than 0 orders.")
+        raise ConfigError(f"steps={steps}, orders={orders}: expected at least 1 step and at least 0 orders.")
     ranked = {name: [torch.argsort(m.flatten().cpu(), descending=True, stable=True)] for name, m in maps.items()}
     grids = {tuple(m.shape) for m in maps.values()}
     if len(grids) != 1:

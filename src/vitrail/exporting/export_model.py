@@ -86,7 +86,8 @@ def export(
     images, targets = _comparison_images(check, vit, root)
     if precision == "int8" and calibrate and _is_same_data(calibrate, check):
         warn_once(
-            ["calibrated and compared on the same images: the agreement on others may be lower"], about=str(target)
+            ["calibrated and compared on the same images; the agreement on other images may be lower"],
+            about=str(target),
         )
     started(len(images))
     result = exporter.export(

@@ -85,7 +85,7 @@ def resolve_outputs(
             raise ModelError(f"unknown output {name!r}{did_you_mean(name, OUTPUT_NAMES)}")
     if layers is not None and not names & PER_LAYER:
         raise ModelError(
-            f"layers chooses among {', '.join(sorted(PER_LAYER))}; got outputs={', '.join(sorted(names))}."
+            f"layers applies only to {', '.join(sorted(PER_LAYER))}; got outputs={', '.join(sorted(names))}."
         )
     return names
 

@@ -119,7 +119,7 @@ class RunFolder:
 
     def _notify_waiting(self) -> None:
         warn_once(
-            [f"another process is still training in {self.path}; waiting up to {self.lock_timeout_s:.0f} s for its end"]
+            [f"another process is still training in {self.path}; waiting up to {self.lock_timeout_s:.0f} s for it"]
         )
 
     def reopen(self, config: TrainConfig) -> None:
@@ -138,7 +138,7 @@ class RunFolder:
         if self.started:
             resume = "" if self.status == "finished" else "resume it with --resume, or "
             raise TrainError(
-                f"{self.path} holds a run already ({self.status}); {resume}choose another folder with --out."
+                f"{self.path} already contains a run ({self.status}); {resume}choose another folder with --out."
             )
 
     def write_config(self, config: TrainConfig) -> None:

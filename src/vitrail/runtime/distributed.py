@@ -81,8 +81,9 @@ class DistributedContext:
         finally:
             if isinstance(error, Exception) and is_peer_failure(error):
                 raise TrainError(
-                    f"process {self.rank} of {self.world_size} lost the connection to another one, which died or did "
-                    f"not respond in time ({first_sentence(error)}); its own error message says why. Use --resume."
+                    f"process {self.rank} of {self.world_size} lost the connection to another process, which died or "
+                    f"did not respond in time ({first_sentence(error)}). See the error of that process, and resume the "
+                    "run with --resume."
                 ) from error
 
     @property
@@ -202,7 +203,7 @@ def _local_device(device: str | torch.device, local_rank: int) -> torch.device:
     there = torch.cuda.device_count()
     if local_rank >= there:
         raise ConfigError(
-            f"there is no GPU for local process {local_rank}, only {there} in all; try --nproc-per-node={there}."
+            f"there is no GPU for local process {local_rank}: this machine has {there}; try --nproc-per-node={there}."
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

@@ -172,7 +172,7 @@ class CheckpointManager:
             try:
                 return path, read_progress(path)
             except CheckpointError as error:
-                warn_once([f"{error}; {'the one before it is used' if steps else 'there is none before it'}"])
+                warn_once([f"{error}; {'the previous one is used' if steps else 'there is no previous one'}"])
         return None
 
     def read(self, path: Path, like: Tensors) -> Tensors:

@@ -58,30 +58,30 @@ def check_fingerprint(then: DataFingerprint, now: DataFingerprint, source: str) 
     """Notes about what has changed since the checkpoint; raises TrainError if the classes have changed."""
     if not then:
         return [
-            f"the checkpoint was written by an older version, which did not record the classes and images: "
-            f"whether {source} is unchanged is not checked"
+            "the checkpoint was written by an older version, which did not record the classes and images, so it was "
+            f"not checked whether {source} has changed"
         ]
     if classes := describe_class_changes(then, now):
         raise TrainError(
-            f"{source} has other classes than at the start of the run, and the model's outputs would stand for the "
-            f"wrong ones: {classes}. Restore the classes, or start a new run."
+            f"the classes of {source} have changed since the start of the run, so the model's outputs would no longer "
+            f"match them: {classes}. Restore the classes, or start a new run."
         )
     notes = []
     if now["train"] is None:
-        notes.append(f"{source} is a stream: whether its images are unchanged is not checked")
+        notes.append(f"{source} is a stream, so it was not checked whether its images have changed")
     elif then["train"] != now["train"]:
         before, after = then["images"], now["images"]
         number = f"{after:,} as before, with other names or labels"
         if before != after:
-            number = f"{before:,} then, {after:,} now"
+            number = f"{before:,} before, {after:,} now"
         notes.append(
-            f"the training images of {source} have changed since the start of the run ({number}): from here on "
-            "the order of samples differs, and the result will not be that of an uninterrupted run"
+            f"the training images of {source} have changed since the start of the run ({number}): from this step on, "
+            "the order of samples differs, and the result will differ from that of an uninterrupted run"
         )
     if then["validation"] != now["validation"]:
         notes.append(
-            f"the validation images of {source} have changed since the start of the run: scores from here on cannot "
-            "be compared with those before, and the best score so far was measured on the old images"
+            f"the validation images of {source} have changed since the start of the run: later scores cannot be "
+            "compared with earlier ones, and the best score so far was measured on the old images"
         )
     return notes
 

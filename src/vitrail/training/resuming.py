@@ -56,7 +56,7 @@ def resolve_run_folder(
         return RunFolder(latest_run_folder(expected))
     found = first_unused_folder(expected)
     if found != expected:
-        warn_once([f"{expected} already holds a run; this one is in {found}"])
+        warn_once([f"{expected} already contains a run; this one is written to {found}"])
     return RunFolder(found)
 
 
@@ -90,8 +90,9 @@ def resume_config(
     for name in changed:
         if name not in CHANGEABLE + (LENGTH if longer else ()):
             raise ConfigError(
-                f"{name} is {get_setting(before, name)} and cannot change when a run is resumed: its result would "
-                f"differ. What can change: {', '.join(CHANGEABLE)}; duration can grow. Start a new run instead."
+                f"{name} is {get_setting(before, name)} and cannot be changed when a run is resumed, because the "
+                "result would differ. Start a new run instead. Settings that can be changed: "
+                f"{', '.join(CHANGEABLE)}; duration can be increased."
             )
     return config
 

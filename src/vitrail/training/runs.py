@@ -158,7 +158,7 @@ def train(
             named = config.replace(model=_network_config(model, config.model).to_dict())
             named = override(named, [o for o in overrides if setting_name(o).startswith("model.")])
             if _without_head(named.model) != _without_head(config.model):
-                raise ConfigError(f"--model {model} cannot change when a run is resumed. Start a new run instead.")
+                raise ConfigError(f"--model {model} cannot be changed when a run is resumed. Start a new run instead.")
         if auto_resume and (done := _finished_run(folder, config)) is not None:
             return done
     return run_training(config, folder, resume=resume, report=report, command=command, objects=objects)
@@ -188,7 +188,7 @@ def finetune(
     if resume or (auto_resume and folder.started):
         default = recipe == "finetune" and not auto_resume
         if not (default or _name_override(overrides) or folder.read_config().name.startswith(f"{recipe}-")):
-            raise ConfigError(f"--recipe {recipe} cannot change when a run is resumed. Start a new run instead.")
+            raise ConfigError(f"--recipe {recipe} cannot be changed when a run is resumed. Start a new run instead.")
         requested: dict[str, Any] = {
             "init_from": model or None,
             "data.source": data or None,

@@ -116,7 +116,7 @@ def _describe_old_behavior(config: TrainConfig) -> list[str]:
         )
         if config.classify.class_weights == "balanced":
             found.append("balanced class weights apply to each class of a mixed target, not to the image")
-    return [f"this version trains differently from here on: {' and '.join(found)}"] if found else []
+    return [f"from this step on, the run trains differently than before: {' and '.join(found)}"] if found else []
 
 
 def _load_init_from(config: TrainConfig, labels: tuple[str, ...], objects: CustomObjects) -> tuple[Net, ModelInfo]:

@@ -262,6 +262,6 @@ def _check_finite(state: Mapping[str, Tensor], source: str) -> None:
     if bad:
         names_summary = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
         raise CheckpointError(
-            f"{source}: {names_summary} contain NaN or infinity: the file is damaged or the run diverged; "
+            f"{source}: NaN or infinity in {names_summary}: the file is damaged or the run diverged; "
             "try an earlier checkpoint (check_finite=False loads it anyway)."
         )

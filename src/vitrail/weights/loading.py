@@ -70,7 +70,7 @@ def adapt_model(
     if num_classes is None:
         return net, info
     if num_classes == net.config.num_classes and info.task == "classify":
-        return net, info.with_notes(f"it already has {num_classes} classes: its head is kept")
+        return net, info.with_notes(f"the model already has {num_classes} classes; its head is kept")
     net = net.with_classes(num_classes)
     info = info.replace(config=net.config, labels=None, multi_label=False, task="classify" if num_classes else "embed")
     return net, info.with_notes(

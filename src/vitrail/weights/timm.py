@@ -185,7 +185,7 @@ def infer_info(archive: Archive) -> ModelInfo:
     if not from_file:
         notes.append(
             f"the file does not store preprocessing; {family}'s default is used: {preprocess.summary()}. "
-            "Pass --family NAME (family=... in Python) if the model is of another family."
+            "Pass --family NAME (family=... in Python) if it belongs to another family."
         )
     labels = stated.labels(config.num_classes)
     projects = (

@@ -131,7 +131,7 @@ def test_unlabeled_images_follow_their_hash_alone():
 
 def test_a_note_names_the_classes_that_have_one_image():
     _, notes = hold_out(["a", "b", "c", "d"], np.array([0, 0, 1, 2]), 0.5, ["cat", "dog", "emu"])
-    assert notes[0] == "the classes dog, emu have only one image, used for training"
+    assert notes[0] == "the classes dog, emu have only one image, which is used for training"
 
 
 def test_a_note_names_the_classes_that_the_hash_put_on_one_side():

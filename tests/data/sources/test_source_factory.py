@@ -168,7 +168,7 @@ def test_one_image_of_each_class_is_not_enough_to_hold_any_out(make_folder):
 
 def test_a_single_image_of_a_class_is_noted_and_used_for_training(make_folder, logged_notes):
     splits = open_data(DataConfig(source=str(make_folder("photos", {"a": 20, "b": 1}))))
-    assert logged_notes[1] == "the class b has only one image, used for training"
+    assert logged_notes[1] == "the class b has only one image, which is used for training"
     assert 1 in splits.train.targets
     assert 1 not in splits.validation.targets
 

@@ -65,7 +65,7 @@ def open_source_splits(config: DataConfig, *, require_labels: bool = True) -> So
     if spec.kind == "stream":
         return _open_stream(spec.location, config)
     if spec.kind == "memory":
-        raise DataError(f"{config.source} was a dataset in memory, which has to be passed again with data=.")
+        raise DataError(f"{config.source} was a dataset in memory; pass it again with data=.")
     if spec.kind not in KINDS:
         with plugin_errors("sources", spec.kind):
             return splits_from(load_plugin("sources", spec.kind)(spec.location), config.source)
