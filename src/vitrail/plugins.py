@@ -76,10 +76,10 @@ def plugin_errors(group: str, name: str) -> Iterator[None]:
         raise
     except Exception as error:
         points = find_entry_points(group).get(name)
-        whose = f"the {GROUPS[group]} {name!r}"
+        plugin = f"the {GROUPS[group]} {name!r}"
         if points:
-            whose += f" of the package {_package(points[0])} (entry point {points[0].value} of vitrail.{group})"
-        raise PluginError(f"{whose} failed: {type(error).__name__}: {error}") from error
+            plugin += f" of the package {_package(points[0])} (entry point {points[0].value} of vitrail.{group})"
+        raise PluginError(f"{plugin} failed: {type(error).__name__}: {error}") from error
 
 
 def import_reference(text: str) -> Any:

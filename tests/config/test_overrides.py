@@ -9,7 +9,7 @@ import pytest
 import vitrail.config
 from vitrail.config import Config, Duration, StemConfig, TrainConfig, ViTConfig, override
 from vitrail.config.overrides import field_docs, format_type, format_value, list_settings, parse_value, suggest_setting
-from vitrail.config.sizes import SIZES, vit
+from vitrail.config.sizes import SIZES, vit_config
 from vitrail.errors import ConfigError
 from vitrail.recipes import RECIPES
 
@@ -84,19 +84,19 @@ def test_error_about_an_unknown_setting_names_it_and_the_suggestion():
 
 @pytest.mark.parametrize("name", SIZES)
 def test_variant_has_the_published_size(name: str):
-    config = vit(f"{name}/14" if name in ("SO400M", "H", "g", "G") else f"{name}/16", num_classes=7)
+    config = vit_config(f"{name}/14" if name in ("SO400M", "H", "g", "G") else f"{name}/16", num_classes=7)
     assert (config.width, config.depth, config.num_heads, config.mlp_dim) == SIZES[name]
     assert config.num_classes == 7
 
 
 def test_variant_with_changes_keeps_the_rest():
-    assert vit("S/16", depth=3) == ViTConfig(width=384, depth=3, num_heads=6, mlp_dim=1536)
+    assert vit_config("S/16", depth=3) == ViTConfig(width=384, depth=3, num_heads=6, mlp_dim=1536)
 
 
 @pytest.mark.parametrize("name", ["S", "S/x", "M/16", "ViT-S/16"])
 def test_unknown_variant_is_an_error(name: str):
     with pytest.raises(ConfigError, match="expected SIZE/PATCH, such as S/16"):
-        vit(name)
+        vit_config(name)
 
 
 VIT = ViTConfig(stem=StemConfig(), patch_size=1)

@@ -55,7 +55,7 @@ def choose(source: Any, **changes: Any) -> Any:
         "config": DataConfig(), "augment": AugmentConfig(), "preprocess": PreprocessConfig(image_size=16),
         "device": CPU,
     }  # fmt: skip
-    return resident.choose_transform(source, **{**options, **changes})
+    return resident.choose_resident_transform(source, **{**options, **changes})
 
 
 # What a batch holds

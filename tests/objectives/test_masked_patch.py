@@ -15,11 +15,11 @@ from objectives.small_objectives import PREPROCESS, SMALL, make_net, make_seeds,
 from torch import Tensor
 
 from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
+from vitrail.config.image import preprocess_for_channels
 from vitrail.config.train import MaskedPatchConfig, TrainConfig
 from vitrail.errors import ConfigError, ModelError
 from vitrail.models import build
 from vitrail.objectives import MaskedPatchObjective, make_objective
-from vitrail.weights.model_info import preprocess_for_channels
 
 
 def masked_patch_objective(target: str = "mean-color", mask_ratio: float = 0.5, **options: Any) -> MaskedPatchObjective:

@@ -28,8 +28,9 @@ from vitrail.errors import CheckpointError, ConfigError, FormatError, NotFoundEr
 from vitrail.models import Net, build
 from vitrail.weights import checkpoint
 from vitrail.weights.archive import LazyTensors, open_archive
+from vitrail.weights.family_defaults import default_preprocess
 from vitrail.weights.google import ORIGINAL_POSITION
-from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.model_info import ModelInfo
 
 TORCH = ViTConfig(**ONE_BLOCK, activation="gelu")
 BIG_VISION = ViTConfig(**ONE_BLOCK, position_on_class=False)

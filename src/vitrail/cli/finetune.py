@@ -48,7 +48,7 @@ def finetune(
     if run.settings:
         if recipe not in FINETUNE_RECIPES:
             raise NotFoundError(f"unknown fine-tuning recipe {recipe!r}{did_you_mean(recipe, FINETUNE_RECIPES)}")
-        config = FINETUNE_RECIPES[recipe](model or "MODEL", data or "DATA", images=1000, device="cuda")
+        config = FINETUNE_RECIPES[recipe](model or "MODEL", data or "DATA", num_images=1000, device="cuda")
         title = f"Settings of --recipe {recipe} for 1,000 images on a GPU; change any with KEY=VALUE.\n"
         print_settings(override(config, overrides or []), title, as_json)
         return

@@ -222,6 +222,6 @@ class RunOptions:
 
     @property
     def overrides(self) -> list[str]:
-        """The settings that some of these options stand for."""
+        """--device and --skip-bad as overrides of settings: device=cpu, data.skip_bad=true."""
         device = [f"device={self.device}"] if self.device is not None else []
         return [*device, *(["data.skip_bad=true"] if self.skip_bad else [])]

@@ -140,9 +140,9 @@ def _result_table(done: Run) -> Table:
             value = s.mean_average_precision
             about = f"{s.count} images; top-1 accuracy {100 * s.top1:.2f} % of those with a label"
         table.add_row(name, f"{100 * value:.2f} %", Text(about, style="dim"))
-    beside = dict(done.baselines)
-    beside |= {o.path.name.replace("-", "=", 1): o.scores for o in done.comparisons if o.scores is not None}
-    for name, scores in beside.items():
+    others = dict(done.baselines)
+    others |= {o.path.name.replace("-", "=", 1): o.scores for o in done.comparisons if o.scores is not None}
+    for name, scores in others.items():
         table.add_row(f"  {name}", f"{100 * scores.top1:.2f} %", "")
     model = shlex.quote(str(done.path))
     use = f"predict --model {model} IMAGE"

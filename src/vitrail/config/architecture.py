@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from vitrail.config.base import Config, Pair, for_trainer, pair
+from vitrail.config.base import Config, Pair, allow_use_cache, pair
 from vitrail.errors import ConfigError
 
 PositionKind = Literal["none", "learned-1d", "learned-2d", "relative", "sincos-2d", "rope-2d"]
@@ -31,7 +31,7 @@ class StemConfig(Config):
     """1e-5 in the original, 1e-8 in timm."""
 
     def check(self) -> None:
-        _positive(self, "width_factor")
+        _check_positive(self, "width_factor")
         if any(n < 1 for n in self.layers):
             raise ConfigError(f"every stage needs a block, got layers={self.layers}.")
 
@@ -47,7 +47,7 @@ class StemConfig(Config):
         return base * 4 * 2 ** (len(self.layers) - 1) if self.layers else base
 
 
-@for_trainer
+@allow_use_cache
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(Config):
     """A Vision Transformer. The defaults are ViT-B/16 as the original code computes it."""
@@ -140,8 +140,8 @@ class ViTConfig(Config):
     """A ResNet before the patch embedding (hybrid); None: no stem."""
 
     def check(self) -> None:
-        _set(self, image_size=pair(self.image_size), patch_size=pair(self.patch_size))
-        _positive(
+        _set_fields(self, image_size=pair(self.image_size), patch_size=pair(self.patch_size))
+        _check_positive(
             self,
             "image_size",
             "patch_size",
@@ -154,7 +154,7 @@ class ViTConfig(Config):
             "rope_base",
         )
         if self.num_classes < 0 or self.num_registers < 0 or self.pre_logits < 0:
-            raise ConfigError("classes, registers and pre_logits must be 0 or more.")
+            raise ConfigError("num_classes, num_registers and pre_logits must be 0 or more.")
         if self.width % self.num_heads:
             raise ConfigError(f"width={self.width} is not divisible by num_heads={self.num_heads}.")
         for name in ("dropout", "attention_dropout", "drop_path"):
@@ -220,7 +220,7 @@ class ViTConfig(Config):
         if self.stem is None:
             for side, name, size in zip(image_size, ("height", "width"), patch, strict=True):
                 if side < size or (side % size and self.uncovered == "refuse"):
-                    raise ConfigError(_uncovered(side, name, size))
+                    raise ConfigError(_uncovered_message(side, name, size))
             return image_size[0] // patch[0], image_size[1] // patch[1]
         rows, columns = (-(-side // self.stem.stride) for side in image_size)  # SAME padding rounds up
         if rows % patch[0] or columns % patch[1]:
@@ -265,7 +265,7 @@ class ViTConfig(Config):
         return self.width * (2 if self.pool == "token+gap" else 1)
 
 
-@for_trainer
+@allow_use_cache
 @dataclass(frozen=True, kw_only=True)
 class BiTConfig(Config):
     """BiT's ResNet: pre-activation, weight-standardized, group-normalized, symmetric padding."""
@@ -288,25 +288,25 @@ class BiTConfig(Config):
     """Padding of the first max-pool: zeros, which take part in the maximum (paper, timm), or none (big_vision)."""
 
     def check(self) -> None:
-        _set(self, image_size=pair(self.image_size))
-        _positive(self, "image_size", "channels", "width_factor", "norm_eps")
+        _set_fields(self, image_size=pair(self.image_size))
+        _check_positive(self, "image_size", "channels", "width_factor", "norm_eps")
         if not self.layers or any(n < 1 for n in self.layers):
             raise ConfigError(f"layers={self.layers}: every stage of a BiT needs at least one block.")
 
 
-def _set(config: Config, **values: object) -> None:
+def _set_fields(config: Config, **values: object) -> None:
     for name, value in values.items():
         object.__setattr__(config, name, value)
 
 
-def _positive(config: Config, *names: str) -> None:
+def _check_positive(config: Config, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if any(v <= 0 for v in (value if isinstance(value, tuple) else (value,))):
             raise ConfigError(f"{name} must be positive, got {value}.")
 
 
-def _uncovered(side: int, name: str, patch: int) -> str:
+def _uncovered_message(side: int, name: str, patch: int) -> str:
     below, above = side // patch * patch, -(-side // patch) * patch
     tries = f"{above}" if not below else f"{below} or {above}"
     return f"patch_size={patch} leaves {side - below} px of the image's {name} {side} uncovered; try {name} {tries}."

@@ -79,7 +79,7 @@ def training_batches(
     bad = BadImages(source.name, len(source), config.max_bad_fraction)
     options["bad"] = bad
     sharing = _memory_sharers(device, world_size)
-    resident_transform = resident.choose_transform(
+    resident_transform = resident.choose_resident_transform(
         source, config=config, augment=augment, preprocess=preprocess, device=device, num_sharing=sharing
     )
     indices = np.arange(len(source))

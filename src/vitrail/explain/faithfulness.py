@@ -86,28 +86,28 @@ def faithfulness(
     if orders:
         ranked[RANDOM] = [torch.randperm(count, generator=generator) for _ in range(orders)]
     ends = np.unique(np.rint(np.linspace(0, count, steps + 1)).astype(int))
-    shares = ends / count
-    ways = {
+    fractions = ends / count
+    replacements = {
         "deletion": (replacement_pixels(image[None], delete_with)[0], False),
         "insertion": (replacement_pixels(image[None], insert_into)[0], True),
     }
     found: dict[str, Faithfulness] = {}
-    for name, tries in ranked.items():
+    for name, rankings in ranked.items():
         curves = {}
-        for way, (instead, inserting) in ways.items():
-            images = _images(image, instead, tries, ends.tolist(), grid, inserting)
+        for kind, (replacement, inserting) in replacements.items():
+            images = _images(image, replacement, rankings, ends.tolist(), grid, inserting)
             values = class_probabilities(net, images, target, batch_size, multi_label=multi_label).double().numpy()
-            curves[way] = Curve(shares, values.reshape(len(tries), len(ends)).mean(0))
+            curves[kind] = Curve(fractions, values.reshape(len(rankings), len(ends)).mean(0))
         found[name] = Faithfulness(**curves)
     return found
 
 
 def _images(
-    image: Tensor, instead: Tensor, ranked: list[Tensor], ends: list[int], grid: tuple[int, ...], inserting: bool
+    image: Tensor, replacement: Tensor, rankings: list[Tensor], ends: list[int], grid: tuple[int, ...], inserting: bool
 ) -> Iterator[Tensor]:
-    for order in ranked:
+    for order in rankings:
         for end in ends:
             mask = torch.zeros(order.numel(), dtype=torch.bool)
             mask[order[:end]] = True
             cover = (~mask if inserting else mask).view(1, *grid).to(image.device)
-            yield mask_patches(image, instead, cover)[0]
+            yield mask_patches(image, replacement, cover)[0]

@@ -207,8 +207,10 @@ class MLflow:
 
     def start(self, config: Mapping[str, Any], folder: Path, step: int) -> None:
         self.sent = SentSteps(folder, "mlflow")
-        beside = _main_folder(folder).absolute().parent / "mlflow.db"
-        self.client = self.mlflow.tracking.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{beside}")
+        default_path = _main_folder(folder).absolute().parent / "mlflow.db"
+        self.client = self.mlflow.tracking.MlflowClient(
+            os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{default_path}"
+        )
         if self.sent.id is not None:
             self.client.update_run(self.sent.id, status="RUNNING")
             return

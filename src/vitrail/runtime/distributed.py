@@ -137,13 +137,15 @@ class DistributedContext:
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
         """The main process's tensors, on the CPU; None if it passes None."""
-        mine = None if tensors is None else {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        local = None if tensors is None else {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         if self.world_size == 1:
-            return mine
-        kinds = self.broadcast_object(mine and [(name, t.shape, t.dtype) for name, t in mine.items()])
+            return local
+        kinds = self.broadcast_object(local and [(name, t.shape, t.dtype) for name, t in local.items()])
         if kinds is None:
             return None
-        found = mine if self.is_main and mine else {name: torch.empty(shape, dtype=kind) for name, shape, kind in kinds}
+        found = (
+            local if self.is_main and local else {name: torch.empty(shape, dtype=kind) for name, shape, kind in kinds}
+        )
         for tensor in found.values():
             dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # as bytes, for any dtype
         return found

@@ -116,9 +116,9 @@ def _check_folder(path: Path, overwrite: bool) -> None:
         inside = sorted(path.iterdir())
     if inside and not overwrite:
         raise CheckpointError(f"{path} already exists and is not empty; choose another name or pass --overwrite.")
-    strange = [f.name for f in inside if f.suffix not in REPLACEABLE or not f.is_file()]
-    if strange:
-        names = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")
+    unexpected = [f.name for f in inside if f.suffix not in REPLACEABLE or not f.is_file()]
+    if unexpected:
+        names = ", ".join(unexpected[:3]) + (", ..." if len(unexpected) > 3 else "")
         raise CheckpointError(f"{path} was not replaced: it also contains {names}, which is not part of a checkpoint.")
 
 

@@ -18,7 +18,8 @@ from vitrail.model import Model
 from vitrail.models import BiT, Net, ViT
 from vitrail.models.base import eval_mode
 from vitrail.plugins import IN_MEMORY, import_reference, load_plugin, reference_to
-from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.family_defaults import default_preprocess
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.module_reader import read_module
 
 GROUPS = {"objective": "objectives", "callbacks": "callbacks", "trackers": "trackers"}

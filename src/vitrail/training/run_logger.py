@@ -30,7 +30,7 @@ from vitrail.training.checkpointing import (
     Progress,
     Tensors,
     current_environment,
-    describe_changes,
+    describe_environment_changes,
     rng_states,
     seed_rngs,
     set_rng_states,
@@ -92,7 +92,7 @@ class RunLogger:
             self.run.remove_temporary_files()
         if saved is not None:
             path, progress = saved
-            changed = describe_changes(progress.environment, self.progress.environment)
+            changed = describe_environment_changes(progress.environment, self.progress.environment)
             if changed:
                 warn_once(
                     [f"resumed in another environment ({'; '.join(changed)}): the result may not be bitwise identical"]

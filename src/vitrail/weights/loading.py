@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.config import BiTConfig, Pair, pair
+from vitrail.config.image import preprocess_for_channels, preprocess_for_size
 from vitrail.errors import FormatError, VitrailError
 from vitrail.models import Net, ViT
 from vitrail.weights import checkpoint
 from vitrail.weights.locate import ModelLocation, locate
-from vitrail.weights.model_info import ModelInfo, preprocess_for_channels, preprocess_for_size
+from vitrail.weights.model_info import ModelInfo
 
 
 def load_checkpoint(

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
+from vitrail.config.image import preprocess_for_channels
 from vitrail.errors import FormatError
 from vitrail.models.model_names import BIT_LAYERS, infer_num_heads, is_published_size, parse_name
 from vitrail.models.published_models import PUBLISHED_MODELS
 from vitrail.weights.archive import Archive
 from vitrail.weights.class_names import imagenet_1k
-from vitrail.weights.model_info import ModelInfo, preprocess_for_channels
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.sidecars import open_clip_pretrained_cfg, open_clip_tower, stated_model
-from vitrail.weights.timm_origin import SUPPORTED_ARCHS, arch_from_script
+from vitrail.weights.timm_family import SUPPORTED_ARCHS, arch_from_script
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu-tanh", "quick_gelu": "gelu-quick", "gelu_erf": "gelu"}
 TANH_ARCHS = re.compile(r"large_patch16_siglip.*_512$|so400m_patch16_siglip|giantopt|patch32_siglip")
@@ -168,8 +169,8 @@ class TimmConfig:
         sources = (self.args, self.config_json, self.pretrained_cfg)
         return str(next((s["global_pool"] for s in sources if s.get("global_pool")), ""))
 
-    def conventions(self, swiglu: bool, resembled: str) -> dict[str, Any]:
-        """Activation and epsilon: from the arguments, else fixed by the architecture, else passed by the caller.
+    def activation_and_eps(self, swiglu: bool, resembled: str) -> dict[str, Any]:
+        """`activation` and `norm_eps`: from the arguments, else fixed by the architecture, else passed by the caller.
 
         resembled: the model whose image tower the tensors resemble, "CLIP" or "SigLIP"; "" for neither.
         """
