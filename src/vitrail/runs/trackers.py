@@ -123,7 +123,7 @@ class SentSteps:
             self.id, self.last = found["id"], {str(group): int(step) for group, step in found["last"].items()}
 
     def rewind(self, step: int) -> None:
-        """Later steps were removed at the tracker and will be sent again."""
+        """Forget the steps after this one, which the tracker has removed and will be sent again."""
         self.last = {group: min(last, step) for group, last in self.last.items()}
 
     def unsent(self, step: int, metrics: Metrics) -> dict[str, float]:

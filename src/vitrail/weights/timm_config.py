@@ -185,7 +185,7 @@ class TimmConfig:
             plain = "gelu-tanh" if TANH_ARCHS.search(self.arch) else "gelu"
             activation = "gelu-quick" if "quickgelu" in self.arch else plain
         else:
-            activation = self._bare_activation(resembled)
+            activation = self._activation_without_arch(resembled)
         is_clip = "_clip_" in self.arch if self.arch else resembled == "CLIP"
         if self.arch and is_clip and activation == "gelu" and (not self.tag or self.tag.startswith(QUICKGELU_TAGS)):
             self.notes.append(
@@ -194,7 +194,7 @@ class TimmConfig:
             )
         return {"activation": activation, "norm_eps": 1e-5 if is_clip and not self.args.get("norm_layer") else 1e-6}
 
-    def _bare_activation(self, resembled: str) -> str:
+    def _activation_without_arch(self, resembled: str) -> str:
         """The caller's activation, required where the tensors fit models with different ones; else GELU, as in timm."""
         error = UNKNOWN_ACTIVATION.get(resembled)
         if error and "activation" not in self.hints and self.hints.get("family") in (None, resembled):
