@@ -141,7 +141,7 @@ def test_a_note_names_the_classes_that_the_hash_put_on_one_side():
     assert helped == [0]
     _, notes = hold_out(keys, targets, 0.1, ["cat", "dog", "emu"])
     assert notes == [
-        "the hash left training or validation without images of the class cat, so one image was moved there; "
+        "the hash put all images of the class cat into one split, so one image was moved to the other; "
         "it may move back when more are added"
     ]
 
