@@ -31,7 +31,8 @@ def prepare(folder: Path) -> dict[str, Path]:
     from vitrail.model import Model
     from vitrail.models import build
     from vitrail.models.model_names import config_from_name
-    from vitrail.weights.model_info import ModelInfo, default_preprocess
+    from vitrail.weights.family_defaults import default_preprocess
+    from vitrail.weights.model_info import ModelInfo
 
     config = config_from_name("ViT-B/16", activation="gelu", resample="timm")
     net = build(config, seed=0)

@@ -16,7 +16,8 @@ from vitrail.exporting import compare as comparison
 from vitrail.models import build
 from vitrail.models.model_names import config_from_name
 from vitrail.weights import checkpoint, hub
-from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.family_defaults import default_preprocess
+from vitrail.weights.model_info import ModelInfo
 
 PAGES = [
     "README.md",

@@ -293,7 +293,7 @@ def test_all_files_are_written_and_agree_with_the_evaluation(vit: vitrail.Model,
     with np.load(tmp_path / "out" / "confusion.npz") as arrays:
         assert arrays["confusion"].sum() == 10
         assert arrays["classes"].tolist() == [0, 1, 2]
-    with pytest.raises(ConfigError, match="there is no figure format 'jpg'"):
+    with pytest.raises(ConfigError, match="unknown figure format 'jpg'"):
         write_evaluation(evaluation, tmp_path / "out", ["jpg"])
 
 

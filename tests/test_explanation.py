@@ -56,7 +56,7 @@ def test_target_is_a_class_name_or_index():
     assert by_name.target.label == "fish"
     np.testing.assert_array_equal(by_name.maps["gradient"], by_number.maps["gradient"])
     assert class_index(vit.info, "3") == 3
-    with pytest.raises(ModelError, match="there is no class 'fisch'; did you mean 'fish'"):
+    with pytest.raises(ModelError, match="unknown class 'fisch'; did you mean 'fish'"):
         vit.explain(gradient(), target="fisch")
     with pytest.raises(ModelError, match="no class 5: this model has 5"):
         vit.explain(gradient(), target=5)
@@ -148,12 +148,12 @@ def test_files_are_named_after_the_image(tmp_path: Path):
         np.testing.assert_array_equal(arrays["rollout"], explanation.rollout)
     with pytest.raises(ModelError, match="there is no layer 3"):
         explanation.save(tmp_path, layers=(3,))
-    with pytest.raises(ConfigError, match="there is no figure 'head'; did you mean 'heads'"):
+    with pytest.raises(ConfigError, match="unknown figure 'head'; did you mean 'heads'"):
         explanation.figure("head")
 
 
 def test_unknown_method_suggests_the_nearest_name():
-    with pytest.raises(ConfigError, match="there is no method 'rolout'; did you mean 'rollout'"):
+    with pytest.raises(ConfigError, match="unknown method 'rolout'; did you mean 'rollout'"):
         model(small()).explain(gradient(), methods=["rolout"])
 
 
@@ -188,7 +188,7 @@ def test_model_figures_need_readable_images(tmp_path: Path, caplog: pytest.LogCa
         ModelFigures(vit, [tmp_path / "broken.png"]).save(tmp_path, ["rollout"])
     ModelFigures(vit, [tmp_path / "broken.png", gradient()]).save(tmp_path / "out", ["rollout"])
     assert "1 of 2 images cannot be read and are skipped" in caplog.text
-    with pytest.raises(ConfigError, match="there is no figure 'filter'; did you mean 'filters'"):
+    with pytest.raises(ConfigError, match="unknown figure 'filter'; did you mean 'filters'"):
         ModelFigures(vit, [gradient()]).save(tmp_path, ["filter"])
 
 

@@ -161,7 +161,8 @@ def test_a_large_network_gives_the_same_outputs(tmp_path, to):
 
 
 def random_model(config: vitrail.ViTConfig) -> vitrail.Model:
-    from vitrail.weights.model_info import ModelInfo, default_preprocess
+    from vitrail.weights.family_defaults import default_preprocess
+    from vitrail.weights.model_info import ModelInfo
 
     return vitrail.Model(
         randomized(build(config)), ModelInfo(config=config, preprocess=default_preprocess("ViT", config))

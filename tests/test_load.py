@@ -171,7 +171,7 @@ def test_similar_file_name_is_suggested(model_folder, monkeypatch):
     [
         ("runs/mask2", "no such file: runs/mask2; did you mean 'runs/mask1'?"),
         ("runs/zzz", "no such file: runs/zzz; found runs/a.npz, runs/mask1, runs/tuned."),
-        ("runs/empty/zzz", "no such file: runs/empty/zzz; runs/empty contains no models."),
+        ("runs/empty/zzz", "no such file: runs/empty/zzz; the folder runs/empty contains no models."),
         ("runs/" + "z" * 300, "found runs/a.npz, runs/mask1, runs/tuned."),
     ],
 )
@@ -251,7 +251,7 @@ def test_four_channels_include_the_alpha_channel(model_folder, photograph, caplo
 def test_two_channels_require_arrays(model_folder, photograph):
     two_channel = vitrail.load(model_folder, channels=2)
     assert two_channel.logits(np.zeros((40, 50, 2), np.uint8)).shape == (1, 5)
-    with pytest.raises(ImageError, match="cannot be given 2 channels"):
+    with pytest.raises(ImageError, match="cannot be converted to 2 channels"):
         two_channel.predict(photograph)
 
 
@@ -314,11 +314,11 @@ def test_float64_model_returns_float64(vit, model_folder, photograph):
 
 
 def test_unknown_dtypes_and_devices_are_one_sentence_errors(model_folder):
-    with pytest.raises(ConfigError, match=r"no dtype 'bfloat'.*did you mean 'bfloat16'"):
+    with pytest.raises(ConfigError, match=r"unknown dtype 'bfloat'.*did you mean 'bfloat16'"):
         vitrail.load(model_folder, dtype="bfloat")
-    with pytest.raises(ConfigError, match="there is no device 'gpu'; try cpu, cuda"):
+    with pytest.raises(ConfigError, match="unknown device 'gpu'; try cpu, cuda"):
         vitrail.load(model_folder, device="gpu")
-    with pytest.raises(ConfigError, match="there is no device 'gpu'"):
+    with pytest.raises(ConfigError, match="unknown device 'gpu'"):
         vitrail.load(model_folder).to("gpu")
 
 

@@ -224,7 +224,7 @@ print(run.config.objective, *run.config.callbacks, *run.config.trackers, run.con
     # What can be imported need not be passed again; the dataset and the tracker, which cannot, are asked for.
     resumed = run_python(target, tmp_path, "-m", "vitrail", "train", "--resume", "--out", "objects")
     assert resumed.status == 1
-    assert "was an object in memory, which config.json cannot hold; pass it again" in resumed.err
+    assert "was an object in memory, which config.json cannot store; pass it again" in resumed.err
     assert "Traceback" not in resumed.err
 
 
@@ -264,13 +264,13 @@ def installed(target: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("installed")
 def test_an_unknown_name_says_what_is_available():
-    with pytest.raises(NotFoundError, match=r"no objective is called 'focal'; available: classify, missing, squared"):
+    with pytest.raises(NotFoundError, match=r"unknown objective 'focal'; available: classify, missing, squared"):
         plugins.load_plugin("objectives", "focal", ["classify"])
-    with pytest.raises(NotFoundError, match=r"no objective is called 'sqared'; did you mean 'squared'\?"):
+    with pytest.raises(NotFoundError, match=r"unknown objective 'sqared'; did you mean 'squared'\?"):
         plugins.load_plugin("objectives", "sqared")
     with pytest.raises(NotFoundError, match="unknown kind of data source 'blobz' in 'blobz:1'; did you mean 'blobs'"):
         open_data(DataConfig(source="blobz:1"))
-    with pytest.raises(NotFoundError, match=r"no model is called 'own-tine'; did you mean 'own-tiny'\?"):
+    with pytest.raises(NotFoundError, match=r"unknown model 'own-tine'; did you mean 'own-tiny'\?"):
         config_from_name("own-tine")
 
 
@@ -297,7 +297,7 @@ def test_two_packages_with_one_name_are_refused(monkeypatch: pytest.MonkeyPatch)
         return type("Point", (), {"name": "x", "value": value, "dist": distribution})()
 
     monkeypatch.setattr(plugins, "find_entry_points", lambda group: {"x": [fake("a:b", "one"), fake("c:d", "two")]})
-    with pytest.raises(PluginError, match="the packages one and two both add a tracker 'x'; uninstall one of them"):
+    with pytest.raises(PluginError, match="the packages one and two both add the tracker 'x'; uninstall one of them"):
         plugins.load_plugin("trackers", "x")
 
 

@@ -138,11 +138,11 @@ def test_changeable_settings_exist():
 
 def test_invalid_arguments_are_refused():
     for call, error, message in (
-        (lambda: vitrail.train("digit"), NotFoundError, "no recipe is called 'digit'; did you mean 'digits'"),
-        (lambda: vitrail.train(overrides=["lr=1"]), ConfigError, "no setting 'lr'"),
+        (lambda: vitrail.train("digit"), NotFoundError, "unknown recipe 'digit'; did you mean 'digits'"),
+        (lambda: vitrail.train(overrides=["lr=1"]), ConfigError, "unknown setting 'lr'"),
         (lambda: vitrail.train(resume=True), TrainError, "there is no run to resume in runs/digits"),
         (lambda: vitrail.finetune("nowhere/x", "digits"), vitrail.VitrailError, "nowhere/x"),
-        (lambda: vitrail.finetune("m", "d", recipe="quick"), NotFoundError, "no fine-tuning recipe is called 'quick'"),
+        (lambda: vitrail.finetune("m", "d", recipe="quick"), NotFoundError, "unknown fine-tuning recipe 'quick'"),
     ):
         with pytest.raises(error, match=message):
             call()
@@ -180,7 +180,7 @@ def test_fine_tuning_recipe_cannot_change_on_resume():
     settings = ["duration=2 steps", "data.workers=0"]
     vitrail.finetune("start", "photos", recipe="paper", image_size=8, overrides=settings, out="paper", report=False)
     vitrail.finetune("start", "photos", overrides=settings, out="usual", report=False)
-    with pytest.raises(ConfigError, match="--recipe paper cannot change when a run is resumed"):
+    with pytest.raises(ConfigError, match="--recipe paper cannot be changed when a run is resumed"):
         vitrail.finetune("", "", recipe="paper", resume=True, out="usual")
     assert vitrail.finetune("", "", recipe="paper", resume=True, out="paper", report=False).finished
 
@@ -204,7 +204,7 @@ def test_identical_and_impossible_comparisons_are_skipped(caplog: pytest.LogCapt
     assert _is_comparison(recipe, "model.position=none")
     assert not _is_comparison(recipe, "model.position=learned-1d")
     assert not _is_comparison(_resolve_recipe("digits", None, "BiT-R50x1"), "model.position=none")
-    assert "the comparison model.position=none is skipped: no setting 'model.position'" in caplog.text
+    assert "the comparison model.position=none is skipped: unknown setting 'model.position'" in caplog.text
     overrides = ["duration=2 steps", "model.position=none", "model.depth=1"]
     assert vitrail.train("digits", overrides=overrides, report=False).comparisons == ()
     with pytest.raises(ConfigError, match="positoin"):  # a typo in the user's own comparison
@@ -259,5 +259,5 @@ def test_preprocessing_follows_the_model_settings():
 
 
 def test_epochs_setting_suggests_duration():
-    with pytest.raises(ConfigError, match=r"no setting 'epochs'.*; try duration='3 epochs'"):
+    with pytest.raises(ConfigError, match=r"unknown setting 'epochs'.*; try duration='3 epochs'"):
         override(RECIPES["digits"](), ["epochs=3"])

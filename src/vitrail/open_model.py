@@ -20,9 +20,10 @@ from vitrail.models.model_names import config_from_name, find_published
 from vitrail.runtime import parse_dtype, pick_device, warn_once
 from vitrail.weights import module_reader
 from vitrail.weights.class_names import assume_imagenet_labels, read_labels
+from vitrail.weights.family_defaults import default_preprocess
 from vitrail.weights.loading import adapt_model, load_checkpoint
 from vitrail.weights.locate import ModelLocation
-from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.shipped import SHIPPED
 
 if TYPE_CHECKING:

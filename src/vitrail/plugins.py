@@ -59,10 +59,10 @@ def load_plugin(group: str, name: str, builtin: Iterable[str] = ()) -> Any:
     if not points:
         known = [*builtin, *plugin_names(group)]
         hint = did_you_mean(name, known) if known else f"; no package adds one to the group vitrail.{group}."
-        raise NotFoundError(f"no {GROUPS[group]} is called {name!r}{hint}")
+        raise NotFoundError(f"unknown {GROUPS[group]} {name!r}{hint}")
     if len(points) > 1:
         packages = " and ".join(map(_package, points))
-        raise PluginError(f"the packages {packages} both add a {GROUPS[group]} {name!r}; uninstall one of them.")
+        raise PluginError(f"the packages {packages} both add the {GROUPS[group]} {name!r}; uninstall one of them.")
     with plugin_errors(group, name):
         return points[0].load()
 
@@ -76,10 +76,10 @@ def plugin_errors(group: str, name: str) -> Iterator[None]:
         raise
     except Exception as error:
         points = find_entry_points(group).get(name)
-        whose = f"the {GROUPS[group]} {name!r}"
+        plugin = f"the {GROUPS[group]} {name!r}"
         if points:
-            whose += f" of the package {_package(points[0])} (entry point {points[0].value} of vitrail.{group})"
-        raise PluginError(f"{whose} failed: {type(error).__name__}: {error}") from error
+            plugin += f" of the package {_package(points[0])} (entry point {points[0].value} of vitrail.{group})"
+        raise PluginError(f"{plugin} failed: {type(error).__name__}: {error}") from error
 
 
 def import_reference(text: str) -> Any:

@@ -61,4 +61,4 @@ def class_index(info: ModelInfo, target: str | int) -> int:
     matches = [i for i, label in enumerate(names) if label.split(",")[0] == name]
     if len(matches) == 1:
         return matches[0]
-    raise ModelError(f"there is no class {target!r}{did_you_mean(target, info.labels)}")
+    raise ModelError(f"unknown class {target!r}{did_you_mean(target, info.labels)}")

@@ -121,18 +121,18 @@ def vtab(
     return VtabResult(method, tuple(scores), missing, group_means(found))
 
 
-def _probe_linear(vit: Model, task: Task, data: TaskData, batch_size: int, progress: Progress) -> TaskScore:
+def _probe_linear(model: Model, task: Task, data: TaskData, batch_size: int, progress: Progress) -> TaskScore:
     """Select C on the 200 validation images, then fit to all 1,000."""
     parts = []
     for source in (data.train, data.validation, data.test):
         with progress(f"{task.title}: features", len(source)) as advance:
-            options: dict[str, Any] = {"preprocess": vit.preprocess, "spec": FeatureSpec(), "batch_size": batch_size}
-            parts.append(extract_features(vit.net, source, device=vit.device, advance=advance, **options)[0])
+            options: dict[str, Any] = {"preprocess": model.preprocess, "spec": FeatureSpec(), "batch_size": batch_size}
+            parts.append(extract_features(model.net, source, device=model.device, advance=advance, **options)[0])
     train, validation, test = parts
     with progress(f"{task.title}: selecting C", logistic.SEARCH_FITS) as advance:
-        c = logistic.search_c(train, validation, device=vit.device, advance=advance)
+        c = logistic.search_c(train, validation, device=model.device, advance=advance)
     values, targets = (torch.cat([getattr(f, name) for f in (train, validation)]) for name in ("values", "targets"))
-    fit = logistic.fit(Features(values, targets, train.labels, task.title), c, device=vit.device)
+    fit = logistic.fit(Features(values, targets, train.labels, task.title), c, device=model.device)
     correct = int((fit.predict(test.values).cpu() == test.targets).sum())
     return TaskScore(task, _proportion(correct, len(test)), len(test), {"C": c})
 
@@ -175,15 +175,15 @@ def _run_finetuning(model: str, data: Path, folder: Path, options: dict[str, Any
     return run
 
 
-def _test_accuracy(vit: Model, data: TaskData, device: str) -> Estimate:
+def _test_accuracy(model: Model, data: TaskData, device: str) -> Estimate:
     """Accuracy on the test split, whose classes are matched to the model's by name."""
-    vit = vit.to(device)
-    names = list(vit.labels or ())
+    model = model.to(device)
+    names = list(model.labels or ())
     outputs = torch.tensor([names.index(label) if label in names else -1 for label in data.test.labels])
-    batches = evaluation_batches(data.test, preprocess=vit.preprocess.config, batch_size=64, device=vit.device)
+    batches = evaluation_batches(data.test, preprocess=model.preprocess.config, batch_size=64, device=model.device)
     with batches:
         targets = _with_model_targets(batches, outputs)
-        scores = measure(vit.net, targets, preprocess=vit.preprocess, num_classes=vit.config.num_classes)
+        scores = measure(model.net, targets, preprocess=model.preprocess, num_classes=model.config.num_classes)
     return _proportion(round(scores.top1 * scores.count), int((data.test.targets >= 0).sum()))
 
 

@@ -118,7 +118,7 @@ def test_existing_destination_is_not_overwritten(vitrail, weights, tmp_path):
     for name in ("file.pth", "folder"):
         result = vitrail("convert", weights, tmp_path / name, "--to", "facebook" if "." in name else "timm")
         assert result.status == 1
-        assert result.errors[0].endswith("exists already; choose another name, or replace it with --overwrite.")
+        assert result.errors[0].endswith("already exists; choose another name, or replace it with --overwrite.")
     assert (tmp_path / "file.pth").read_text() == (tmp_path / "folder" / "model.safetensors").read_text() == "precious"
 
 
@@ -144,7 +144,7 @@ def test_failed_write_leaves_no_files(vitrail, weights, tmp_path, monkeypatch, t
     result = vitrail("convert", weights, tmp_path / "out", "--to", to)
     assert result.status == 1
     assert "full" in result.errors[0]
-    assert "Nothing was left behind." in result.errors[0]
+    assert "No partial file was left." in result.errors[0]
     assert relative_paths(tmp_path) == []
 
 

@@ -129,7 +129,7 @@ def test_digits_are_always_available(vitrail):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mnst"], "no built-in dataset 'mnst'; did you mean 'mnist'?"),
+        (["mnst"], "unknown built-in dataset 'mnst'; did you mean 'mnist'?"),
         (["--download"], "--download needs the name of a dataset, such as vitrail datasets cifar10 --download."),
         (
             ["mnist", "--root", "/no/such/folder"],

@@ -105,7 +105,7 @@ def test_mismatched_classes_are_an_error(vitrail: Command, weights: Path, tmp_pa
     folder = write_noise_folder(tmp_path / "photos", {"rose": 2, "tulip": 2, "cat": 1})
     result = vitrail("eval", "-m", weights, "--data", folder)
     assert (result.status, len(result.errors)) == (1, 1)
-    assert "has 1 of the 3 classes of photos (not rose, tulip); it has 5 outputs, such as cat" in result.errors[0]
+    assert "has 1 of the 3 classes of photos (missing: rose, tulip); it has 5 outputs, such as cat" in result.errors[0]
 
 
 def test_model_without_classes_is_an_error(vitrail: Command, headless: Path, album: Path):

@@ -89,7 +89,7 @@ def test_predict_with_another_engine_gives_the_same_labels(vitrail, tiny, photos
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--to", "onix"], "no export format 'onix'; did you mean 'onnx'?"),
+        (["--to", "onix"], "unknown export format 'onix'; did you mean 'onnx'?"),
         (
             ["--precision", "i8"],
             "int8 in ONNX needs calibration images, similar to those in use: "
@@ -112,18 +112,18 @@ def test_an_existing_file_is_replaced_only_with_overwrite(vitrail, tiny, tmp_pat
     (tmp_path / "tiny.pt2").write_text("mine")
     result = vitrail("export", "no such model", tmp_path / "tiny.pt2", "--to", "pt2")
     assert result.status == 1
-    assert result.errors[0].endswith("tiny.pt2 exists already; choose another name, or replace it with --overwrite.")
+    assert result.errors[0].endswith("tiny.pt2 already exists; choose another name, or replace it with --overwrite.")
     assert vitrail("export", tiny, tmp_path / "tiny.pt2", "--overwrite").status == 0
 
 
 @pytest.mark.parametrize(
     ("name", "options", "problem"),
     [
-        ("tiny.pt2", ["--to", "onnx"], r"ends in \.onnx; try .*tiny\.onnx, or omit --to for pt2"),
+        ("tiny.pt2", ["--to", "onnx"], r"ends in \.onnx for onnx; try .*tiny\.onnx, or omit --to for pt2"),
         ("no/tiny.pt2", [], "there is no folder"),
         ("tiny.pt2", ["--labels", "none.txt"], "no such class names file"),
-        ("tiny.pt2", ["--check", "nowhere"], "no data source 'nowhere'"),
-        ("tiny.xml", ["--precision", "i8", "--calibrate", "nowhere"], "no data source 'nowhere'"),
+        ("tiny.pt2", ["--check", "nowhere"], "unknown data source 'nowhere'"),
+        ("tiny.xml", ["--precision", "i8", "--calibrate", "nowhere"], "unknown data source 'nowhere'"),
     ],
 )
 def test_wrong_options_are_reported_before_the_model_is_loaded(vitrail, tmp_path, name, options, problem):
@@ -164,7 +164,7 @@ def test_calibrating_and_comparing_on_the_same_images_prints_a_note(vitrail, tin
     options = ["--precision", "int8", "--calibrate", photos, "--check", photos, "--batch-size", 8]
     result = vitrail("export", tiny, tmp_path / "a.onnx", *options)
     assert result.status == 0, result.err  # six images repeat to fill a batch of eight
-    assert "calibrated and compared on the same images: the agreement on others may be lower." in result.notes
+    assert "calibrated and compared on the same images; the agreement on other images may be lower." in result.notes
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")

@@ -92,8 +92,8 @@ def test_same_command_with_resume_resumes(vitrail: Command, start: Path, album: 
     assert result.status == 0, result.err
     assert vitrail("finetune", "--resume", "--out", short_run, "--no-report").status == 0
     for options, message in {
-        ("--trainable", "head"): "optim.trainable is all and cannot change",
-        ("--image-size", "32"): "image_size is None and cannot change",
+        ("--trainable", "head"): "optim.trainable is all and cannot be changed",
+        ("--image-size", "32"): "image_size is None and cannot be changed",
         ("--model", "elsewhere"): "init_from is ",
         ("--data", "digits"): "data.source is ",
     }.items():
@@ -115,8 +115,8 @@ def test_auto_resume_starts_resumes_and_reports_completion(vitrail: Command, sta
     assert repeated.notes == ["the run in runs/finetune-my-photos is finished; there is nothing to do."]
     assert json.loads(repeated.out)["scores"] == json.loads(finished.out)["scores"]
     for options, message in {
-        ("--trainable", "head"): "optim.trainable is all and cannot change",
-        ("optim.lr=1",): "optim.lr is 0.0005 and cannot change",
+        ("--trainable", "head"): "optim.trainable is all and cannot be changed",
+        ("optim.lr=1",): "optim.lr is 0.0005 and cannot be changed",
     }.items():
         assert message in vitrail(*command, *options).errors[0]
 

@@ -227,7 +227,7 @@ def test_no_matching_image_is_a_one_sentence_error(vitrail, tmp_path):
 
 def test_unknown_model_suggests_the_nearest_name(vitrail, image):
     result = vitrail("predict", image, "-m", "ViTT-Ti/16")
-    assert result.errors == ["no model is called 'ViTT-Ti/16'; did you mean 'ViT-Ti/16'?"]
+    assert result.errors == ["unknown model 'ViTT-Ti/16'; did you mean 'ViT-Ti/16'?"]
 
 
 def test_model_without_classes_is_a_one_sentence_error(vitrail, headless, image):
@@ -240,7 +240,7 @@ def test_model_without_classes_is_a_one_sentence_error(vitrail, headless, image)
 
 def test_unknown_device_is_a_one_sentence_error(vitrail, weights, image):
     result = vitrail("predict", image, "-m", weights, "--device", "gpu")
-    assert result.errors == ["there is no device 'gpu'; try cpu, cuda, cuda:1, mps or auto."]
+    assert result.errors == ["unknown device 'gpu'; try cpu, cuda, cuda:1, mps or auto."]
 
 
 def test_heic_images_are_reported_as_unreadable(vitrail, weights, photos):

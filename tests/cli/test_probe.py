@@ -90,7 +90,7 @@ def test_max_images_limits_both_splits(vitrail, weights, colors):
         (("--k", "0"), "k=0: expected 1 or more, such as 5 or 1,5."),
         (("--shots", "5,-1"), "shots=5,-1: expected 1 or more, such as 5 or 1,5."),
         (("--c", "0"), "C=0: expected a number above 0."),
-        (("--method", "kmn"), "there is no probing method 'kmn'; did you mean 'knn'?"),
+        (("--method", "kmn"), "unknown probing method 'kmn'; did you mean 'knn'?"),
         (("--layer", "13"), "there is no layer 13 of 2; expected 0 to 2."),
         (("--vote", "loud"), "--vote expects weighted or uniform, got 'loud'."),
         (("--shots", "many"), "--shots expects whole numbers such as 5 or 1,5,10, got 'many'."),

@@ -70,7 +70,7 @@ def test_taken_run_name_gets_a_number(vitrail: Command):
     for expected in ("runs/digits", "runs/digits-2", "runs/digits-3"):
         result = vitrail("train", "digits", *TINY, "duration=1 step", "--no-report", "--json")
         assert json.loads(result.out)["run"] == expected
-    assert "runs/digits already holds a run; this one is in runs/digits-3." in result.notes
+    assert "runs/digits already contains a run; this one is written to runs/digits-3." in result.notes
     result = vitrail("train", "--resume", "--no-report", "--json")
     assert json.loads(result.out)["run"] == "runs/digits-3"
 
@@ -85,7 +85,7 @@ def test_folder_with_a_run_is_not_overwritten(vitrail: Command, finished_run: Pa
     before = (finished_run / "metrics.jsonl").read_bytes()
     result = vitrail("train", "digits", *TINY, "--out", finished_run)
     assert result.status == 1
-    assert result.errors == [f"{finished_run} holds a run already (finished); choose another folder with --out."]
+    assert result.errors == [f"{finished_run} already contains a run (finished); choose another folder with --out."]
     assert (finished_run / "metrics.jsonl").read_bytes() == before
 
 
@@ -120,8 +120,8 @@ def test_settings_that_change_the_result_cannot_change_on_resume(
     assert len(result.errors) == 1
     name = "data.source" if "--data" in settings else settings[0].partition("=")[0]
     assert result.errors[0].startswith(f"{name} is ")
-    assert "cannot change when a run is resumed: its result would differ" in result.err
-    assert "What can change: checkpoint_every, " in result.err
+    assert "cannot be changed when a run is resumed, because the result would differ" in result.err
+    assert "Settings that can be changed: checkpoint_every, " in result.err
 
 
 def test_finished_run_can_be_extended_but_not_shortened(vitrail: Command, finished_run: Path):
@@ -132,8 +132,8 @@ def test_finished_run_can_be_extended_but_not_shortened(vitrail: Command, finish
     assert logged_metrics(Path("longer"))[-1]["step"] == 14
     result = vitrail("train", "--resume", "--out", "longer", "duration=13 steps")
     assert result.errors == [
-        "duration=13 steps is 13 steps, fewer than the 14 of the run (14 steps), of which 14 are done: a run can be "
-        "made longer when it is resumed, not shorter."
+        "duration=13 steps (13 steps) is shorter than the run (14 steps, of which 14 are done); when a run is "
+        "resumed, its duration can only be increased."
     ]
 
 
@@ -154,7 +154,7 @@ def test_auto_resume_starts_a_run_and_reports_completion(vitrail: Command):
 
 def test_model_cannot_change_on_resume(vitrail: Command, finished_run: Path):
     result = vitrail("train", "--resume", "--out", finished_run, "--model", "ViT-Ti/4")
-    assert result.errors == ["--model ViT-Ti/4 cannot change when a run is resumed. Start a new run instead."]
+    assert result.errors == ["--model ViT-Ti/4 cannot be changed when a run is resumed. Start a new run instead."]
 
 
 def test_logging_and_execution_settings_can_change_on_resume(vitrail: Command, finished_run: Path):
@@ -203,36 +203,36 @@ def test_recipes_are_listed(vitrail: Command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["digit"], "no recipe is called 'digit'; did you mean 'digits'?"),
+        (["digit"], "unknown recipe 'digit'; did you mean 'digits'?"),
         (["nothing.json"], "nothing.json cannot be read: No such file or directory."),
-        (["digits", "optim.learning=1"], "no setting 'optim.learning': OptimConfig has no 'learning'"),
-        (["digits", "optm.lr=1"], "no setting 'optm.lr': TrainConfig has no 'optm'; did you mean 'optim.lr'?"),
+        (["digits", "optim.learning=1"], "unknown setting 'optim.learning'; did you mean 'optim.lr'?"),
+        (["digits", "optm.lr=1"], "unknown setting 'optm.lr'; did you mean 'optim.lr'?"),
         (["digits", "optim.lr", "0.1"], "the setting optim.lr has no value; settings are written optim.lr=VALUE."),
-        (["digits", "optim.lr=fast"], "optim.lr expects float, got 'fast'."),
-        (["digits", "batch_size=0"], "batch_size=0: one image or more."),
+        (["digits", "optim.lr=fast"], "optim.lr expects a number, got 'fast'."),
+        (["digits", "batch_size=0"], "batch_size=0: expected 1 or more, or auto."),
         (
             ["digits", "batch_size=5000"],
-            "batch_size=5000 is more than the 1,438 images to learn from; try batch_size=719.",
+            "batch_size=5000 is more than the 1,438 training images; try batch_size=719.",
         ),
-        (["digits", "duration=ten epochs"], "got 'ten epochs', expected a duration with its unit"),
+        (["digits", "duration=ten epochs"], "got 'ten epochs', expected a duration with a unit"),
         (
             ["digits", "duration=5 steps", "schedule.warmup=5 epochs"],
             "a warm-up of 5 epochs is 57 steps, but the whole run has 5",
         ),
         (["digits", "model.image_size=9"], "patch_size=2 leaves"),
-        (["digits", "augment.mix_off=-3 epochs"], "got '-3 epochs', expected a duration with its unit"),
-        (["digits", "batch_size=auto", "parallel=fsdp"], "with parallel=fsdp give a number"),
-        (["digits", "classify.class_weights=balanced", "data.order=balanced"], "classify.class_weights=none with it"),
-        (["digits", "device=tpu"], "there is no device 'tpu'"),
+        (["digits", "augment.mix_off=-3 epochs"], "got '-3 epochs', expected a duration with a unit"),
+        (["digits", "batch_size=auto", "parallel=fsdp"], "with parallel=fsdp, give a number"),
+        (["digits", "classify.class_weights=balanced", "data.order=balanced"], "set classify.class_weights=none"),
+        (["digits", "device=tpu"], "unknown device 'tpu'"),
         (["digits", "data.source=nowhere"], "nowhere"),
         (["digits", "--data", "photos/"], "photos"),
         (["--data", "photos/"], "--data photos/ needs a recipe, such as"),
         (["digits", "--model", "ViT-X/4"], "ViT-X/4"),
         (["digits", "objective=distill"], "objective=distill needs distill.teacher"),
         (["digits", "objective=distill", "distill.teacher=gone/"], "gone"),
-        (["digits", "compare=('model.posture=none',)"], "no setting 'model.posture'"),
-        (["digits", "seed=99999999999999999999"], "seed=99999999999999999999 is too large"),
-        (["digits", "keep=both"], "keep='both' is not one of its values"),
+        (["digits", "compare=('model.posture=none',)"], "unknown setting 'model.posture'"),
+        (["digits", "seed=99999999999999999999"], "seed=99999999999999999999: expected a 64-bit integer"),
+        (["digits", "keep=both"], "keep='both' is not a valid value"),
         (["--resume"], "there is no run to resume in runs/digits: it has no config.json."),
         (["--resume", "--out", "nowhere"], "there is no run to resume in nowhere"),
     ],

@@ -38,7 +38,9 @@ def test_durations_are_parsed(text: str, expected: Duration) -> None:
     "text", ["5", "epochs", "five epochs", "-1 steps", "5 minutes", "5 epochs more", "", "k steps"]
 )
 def test_invalid_durations_are_rejected_with_examples(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"expected a duration with its unit: 5 epochs, 10k steps or 1\.2m images"):
+    with pytest.raises(
+        ConfigError, match=r"expected a duration with a unit, such as 5 epochs, 10k steps or 1\.2m images"
+    ):
         Duration.from_text(text)
 
 
@@ -50,7 +52,7 @@ def test_misplaced_underscores_are_rejected(text: str) -> None:
 
 @pytest.mark.parametrize("count", [-1, math.inf, math.nan])
 def test_negative_and_non_finite_counts_are_rejected(count: float) -> None:
-    with pytest.raises(ConfigError, match=r"0 or more|float"):
+    with pytest.raises(ConfigError, match=r"0 or more|a number"):
         steps(count)
 
 
@@ -99,9 +101,9 @@ def test_json_round_trip_of_any_duration(count: float, unit: str) -> None:
 def test_durations_can_be_overridden() -> None:
     changed = override(ScheduleConfig(), ["warmup=5 epochs", "cooldown=2k steps"])
     assert (changed.warmup, changed.cooldown) == (epochs(5), steps(2000))
-    with pytest.raises(ConfigError, match="expected a duration with its unit"):
+    with pytest.raises(ConfigError, match="expected a duration with a unit"):
         override(ScheduleConfig(), ["warmup=five"])
-    with pytest.raises(ConfigError, match="got '5', expected a duration with its unit"):
+    with pytest.raises(ConfigError, match="got '5', expected a duration with a unit"):
         override(ScheduleConfig(), ["warmup=5"])
 
 

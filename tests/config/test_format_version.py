@@ -23,7 +23,7 @@ from vitrail.config import (
     ViTConfig,
     format_version,
 )
-from vitrail.config.format_version import RENAMED, current
+from vitrail.config.format_version import RENAMED, upgrade
 from vitrail.engines.export_metadata import ExportMetadata
 from vitrail.errors import FormatError, VitrailError
 from vitrail.weights.model_info import ModelInfo
@@ -97,14 +97,14 @@ def test_resumed_run_reaches_the_recorded_weights(tmp_path: Path) -> None:
 
 def test_overrides_of_comparison_runs_are_upgraded() -> None:
     old = read("run/config.json") | {"compare": ["model.heads=1", "batch=8", "optim.clip=none", "data.bad_share=0.5"]}
-    config = TrainConfig.from_dict(current("run", old))
+    config = TrainConfig.from_dict(upgrade("run", old))
     assert config.compare == ("model.num_heads=1", "batch_size=8", "optim.grad_clip=none", "data.max_bad_fraction=0.5")
 
 
 @pytest.mark.parametrize("document", ["run", "model", "checkpoint", "result", "export", "features"])
 def test_newer_version_is_rejected(document: format_version.Document) -> None:
     with pytest.raises(FormatError, match="=3, expected at most 2; a newer vitrail wrote this file"):
-        current(document, {format_version.KEYS[document]: 3})
+        upgrade(document, {format_version.KEYS[document]: 3})
 
 
 def test_newer_run_is_a_one_sentence_error(tmp_path: Path) -> None:
@@ -120,4 +120,4 @@ def test_export_metadata_with_the_old_model_info_key_are_read(version: int) -> N
     values = ExportMetadata(info=info, to="onnx").to_dict()
     old = {"card" if name == "model_info" else name: value for name, value in values.items()} | {"version": version}
     assert ExportMetadata.from_json(json.dumps(old)) == ExportMetadata(info=info, to="onnx")
-    assert current("export", old) == current("export", values)
+    assert upgrade("export", old) == upgrade("export", values)

@@ -319,7 +319,7 @@ def test_no_warning_between_pillows_warning_limit_and_error_limit(monkeypatch: p
 def test_arrays_may_have_other_numbers_of_channels() -> None:
     many = np.arange(2 * 3 * 5, dtype=np.uint8).reshape(2, 3, 5)
     assert np.array_equal(decode(many, 5), many)
-    with pytest.raises(ImageError, match=r"cannot be given 5 channels; expected 1 .* or a uint8 array H W 5"):
+    with pytest.raises(ImageError, match=r"cannot be converted to 5 channels; expected 1 .* or a uint8 array H W 5"):
         decode(many[:, :, :3], 5)
 
 

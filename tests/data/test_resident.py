@@ -55,7 +55,7 @@ def choose(source: Any, **changes: Any) -> Any:
         "config": DataConfig(), "augment": AugmentConfig(), "preprocess": PreprocessConfig(image_size=16),
         "device": CPU,
     }  # fmt: skip
-    return resident.choose_transform(source, **{**options, **changes})
+    return resident.choose_resident_transform(source, **{**options, **changes})
 
 
 # What a batch holds
@@ -166,10 +166,10 @@ def test_the_choice_is_logged(pixels: np.ndarray, caplog: pytest.LogCaptureFixtu
     source, mixed = arrays(pixels), Images([*pixels, pixels[0][:5]])
     source.name = mixed.name = "data"
     train(source)
-    assert "data: 50 images of 12 x 10 are kept on cpu (0 MiB)" in caplog.text
+    assert "data: 50 images of 12 x 10 pixels are kept on cpu (0 MiB)" in caplog.text
     train(mixed, config=DataConfig(resident=True, workers=0))
     assert (
-        "data: 51 images of 16 x 16 are kept on cpu (0 MiB), with evaluation's preprocessing: random crops are taken"
+        "data: 51 images of 16 x 16 pixels are kept on cpu (0 MiB), preprocessed as in evaluation; random crops are"
         in caplog.text
     )
 

@@ -166,7 +166,7 @@ def test_permute_each_accepts_mixed_sizes() -> None:
 
 
 def test_no_images_is_an_error() -> None:
-    with pytest.raises(DataError, match="no images"):
+    with pytest.raises(DataError, match="there are no training images"):
         Sampler(0, seed=0)
     with pytest.raises(DataError, match="no image has one"):
         Sampler(np.array([-1, -1]), seed=0, mode="balanced")

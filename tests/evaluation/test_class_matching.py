@@ -103,7 +103,7 @@ def test_names_match_regardless_of_case_and_hyphens():
 
 
 def test_name_of_two_outputs_is_not_matched():
-    with pytest.raises(DataError, match=r"has 1 of the 2 classes of images \(not crane\)"):
+    with pytest.raises(DataError, match=r"has 1 of the 2 classes of images \(missing: crane\)"):
         match_classes(source(["crane", "hen"]), ["crane", "Crane", "hen"], 3)
 
 
@@ -112,9 +112,9 @@ def test_unknown_classes_are_refused_with_suggestions():
     with pytest.raises(DataError) as error:
         match_classes(source(["cat", "dog", "bird"]), labels, 1000)
     assert str(error.value) == (
-        "the model has none of the 3 classes of images (not cat, dog, bird); it has 1,000 outputs, such as "
-        "thing 0, thing 1, thing 2. Use data with those classes, name the outputs with --labels FILE, or train the "
-        "model on these classes with vitrail finetune."
+        "the model has none of the 3 classes of images (missing: cat, dog, bird); it has 1,000 outputs, such as "
+        "thing 0, thing 1, thing 2. Use data with the model's classes, name the outputs with --labels FILE, or train "
+        "the model on the classes of the data with vitrail finetune."
     )
 
 

@@ -136,7 +136,7 @@ def test_unavailable_pooling_and_stages_are_refused():
         resolve_features(FeatureSpec(pool="token"), bit())
     with pytest.raises(ModelError, match="there is no stage 0 of 2; expected 1 to 2"):
         resolve_features(FeatureSpec(layers=(0,)), bit())
-    with pytest.raises(ConfigError, match="no pooling is called 'men'; did you mean 'mean'"):
+    with pytest.raises(ConfigError, match="unknown pooling 'men'; did you mean 'mean'"):
         FeatureSpec(pool="men")
 
 

@@ -100,7 +100,7 @@ def test_equal_predictions_have_a_difference_of_exactly_zero():
 
 
 @pytest.mark.parametrize("levels", [4, 1000])
-def test_bootstrap_map_equals_a_slow_loop(levels: int):
+def test_bootstrap_of_the_mean_average_precision_equals_a_slow_loop(levels: int):
     rng = np.random.default_rng(levels)
     truth, scores = rng.random((60, 4)) < 0.2, rng.integers(0, levels, (60, 4)) / levels  # with ties and without
     truth[:, 3] = False  # a class without images
@@ -115,12 +115,12 @@ def test_bootstrap_map_equals_a_slow_loop(levels: int):
         for row in block
     ]
     value = mean_precision(np.arange(60))
-    estimate = intervals.bootstrap_map(truth, scores, value, resamples=300)
+    estimate = intervals.bootstrap_mean_average_precision(truth, scores, value, resamples=300)
     assert (estimate.low, estimate.high) == pytest.approx(tuple(np.quantile(resampled, [0.025, 0.975])), abs=1e-6)
 
 
 def test_map_of_classes_without_images_has_no_interval():
-    estimate = intervals.bootstrap_map(np.zeros((5, 2), bool), np.ones((5, 2)), math.nan)
+    estimate = intervals.bootstrap_mean_average_precision(np.zeros((5, 2), bool), np.ones((5, 2)), math.nan)
     assert math.isnan(estimate.low)
 
 

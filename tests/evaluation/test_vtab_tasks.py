@@ -40,7 +40,7 @@ def test_tasks_are_selected_by_any_of_their_names():
         "smallnorb_azimuth",
     ]
     assert len(select_tasks([])) == 19
-    with pytest.raises(NotFoundError, match="VTAB has no task 'dtt'; did you mean 'dtd'"):
+    with pytest.raises(NotFoundError, match="unknown VTAB task 'dtt'; did you mean 'dtd'"):
         select_tasks(["dtt"])
 
 

@@ -129,7 +129,7 @@ def test_convolutional_networks_can_be_occluded():
 @pytest.mark.parametrize(("size", "stride"), [(0, 1), (5, 1), (2, 3), (2, 0)])
 def test_invalid_windows_are_an_error(size: int, stride: int):
     net = build(small())
-    with pytest.raises(ConfigError, match="expected a square of 1 to 4 patches"):
+    with pytest.raises(ConfigError, match="expected a size of 1 to 4 patches"):
         occlusion(net, torch.randn(1, 3, 32, 32), torch.tensor([0]), size=size, stride=stride)
 
 

@@ -60,7 +60,7 @@ def test_rollout_accepts_an_iterator():
 
 
 def test_rollout_of_no_layers_is_an_error():
-    with pytest.raises(ModelError, match="no layer"):
+    with pytest.raises(ModelError, match="got no attention"):
         rollout([])
 
 

@@ -94,7 +94,7 @@ def test_unavailable_subjects_are_skipped_with_the_reason():
 
 
 def test_unknown_subject_suggests_the_nearest_name():
-    with pytest.raises(ConfigError, match=r"no timeline is called 'position'; did you mean 'positions'\?"):
+    with pytest.raises(ConfigError, match=r"unknown timeline 'position'; did you mean 'positions'\?"):
         compute_frames([], ["position"])
 
 

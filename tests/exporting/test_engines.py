@@ -67,7 +67,7 @@ def test_concurrent_calls_return_the_outputs_of_their_own_images(onnx_file, torc
 
 @pytest.mark.parametrize(
     ("engine", "message"),
-    [("torch", "run by onnxruntime or openvino, not by torch"), ("tensorrt", "no engine 'tensorrt'")],
+    [("torch", "run by onnxruntime or openvino, not by torch"), ("tensorrt", "unknown engine 'tensorrt'")],
 )
 def test_an_engine_that_cannot_run_the_file_is_refused(onnx_file, engine, message):
     with pytest.raises(ConfigError, match=message):

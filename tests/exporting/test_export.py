@@ -92,7 +92,7 @@ def test_an_export_that_does_not_match_raises_and_leaves_no_files(tiny, images, 
 def test_an_export_that_fails_keeps_the_existing_file(tiny, images, tmp_path, monkeypatch):
     (tmp_path / "tiny.pt2").write_text("before")
     metadata = ExportMetadata(info=tiny.info, to="pt2")
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         export(tiny.net, metadata, tmp_path / "tiny.pt2", images)
 
     def interrupt(*arguments: object) -> None:
@@ -114,9 +114,11 @@ def test_target_path_adds_the_suffix_of_the_format(tmp_path, name, to, expected)
 
 
 def test_target_path_refuses_another_suffix(tmp_path):
-    with pytest.raises(CheckpointError, match=r"ends in \.xml; try .*model\.xml, or omit --to for onnx\.$"):
+    with pytest.raises(
+        CheckpointError, match=r"ends in \.xml for openvino; try .*model\.xml, or omit --to for onnx\.$"
+    ):
         target_path(tmp_path / "model.onnx", "openvino")
-    with pytest.raises(CheckpointError, match=r"ends in \.onnx; try .*model\.onnx\.$"):
+    with pytest.raises(CheckpointError, match=r"ends in \.onnx for onnx; try .*model\.onnx; available formats: onnx"):
         target_path(tmp_path / "model.safetensors", "onnx")
 
 

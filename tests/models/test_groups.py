@@ -92,7 +92,7 @@ def test_stem_and_patch_parameters_of_a_hybrid_have_layer_id_0() -> None:
 
 def test_unknown_parameter_suggests_the_nearest_name() -> None:
     for kind in ("plain", "bit"):
-        with pytest.raises(ModelError, match=r"no parameter is called 'haed.weight'; did you mean 'head.weight'"):
+        with pytest.raises(ModelError, match=r"unknown parameter 'haed.weight'; did you mean 'head.weight'"):
             build(KINDS[kind]).layer_id("haed.weight")
 
 

@@ -147,7 +147,10 @@ def test_layers_of_a_bit_are_its_stages() -> None:
         ({"layers": 3}, r"layers=3: expected a list of layers, such as \[3\]"),
         ({"layers": "3"}, "layers=3: expected a list of layers"),
         ({"layers": [1.5]}, r"layers=\[1.5\]: expected a list of layers"),
-        ({"layers": [3], "outputs": "logits"}, "layers chooses among attention, feature_maps, .*; got outputs=logits"),
+        (
+            {"layers": [3], "outputs": "logits"},
+            "layers applies only to attention, feature_maps, .*; got outputs=logits",
+        ),
         ({"layers": [3], "outputs": "feature_maps"}, "'patch_maps' are each layer's"),
     ],
 )

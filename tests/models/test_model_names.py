@@ -177,12 +177,12 @@ def test_size_patch_and_image_size_combine_freely(size: str, patch: int, grid_si
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ViT-B/17x", "no model is called 'ViT-B/17x'; did you mean 'ViT-B/"),
+        ("ViT-B/17x", "unknown model 'ViT-B/17x'; did you mean 'ViT-B/"),
         ("ViT-X/16", "there is no size 'X'; the sizes are Ti, S, B"),
         ("R99+ViT-B/16", "no such hybrid; available: R\\+ViT-B/16"),
         ("BiT-R77x1", "BiT comes as R50, R101, R152"),
-        ("resnet50", "no model is called 'resnet50'"),
-        ("Swin-B/4", "no model is called"),
+        ("resnet50", "unknown model 'resnet50'"),
+        ("Swin-B/4", "unknown model 'Swin-B/4'"),
     ],
 )
 def test_unknown_names_suggest_known_ones(name: str, message: str) -> None:

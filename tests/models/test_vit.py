@@ -162,11 +162,11 @@ def test_fused_attention_is_bypassed_only_if_attention_is_requested(monkeypatch:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pool": "coca", "pool_heads": 3}, "pool_width=16 is not divisible into pool_heads=3"),
+        ({"pool": "coca", "pool_heads": 3}, "pool_width=16 is not divisible by pool_heads=3"),
         ({"pool": "coca", "pool_norm": "after"}, "pool_norm='before'"),
         ({"pool": "coca", "class_token": False}, "class_token=true"),
-        ({"pool": "map", "pool_heads": 2}, "belong to pool='coca', not to pool='map'"),
-        ({"pool_width": 8}, "belong to pool='coca'"),
+        ({"pool": "map", "pool_heads": 2}, "only for pool='coca', not to pool='map'"),
+        ({"pool_width": 8}, "only for pool='coca'"),
     ],
 )
 def test_invalid_coca_pool_options_are_refused(options: dict[str, object], message: str) -> None:
@@ -353,7 +353,7 @@ def test_invalid_images_are_refused(images: torch.Tensor, message: str) -> None:
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ("atention", "no output is called 'atention'; did you mean 'attention'"),
+        ("atention", "unknown output 'atention'; did you mean 'attention'"),
         ("head_logits", "not distilled"),
         ("feature_maps", "a ViT has tokens"),
         ("pool_attention", "pools by 'token'"),
@@ -371,15 +371,15 @@ def test_unavailable_outputs_are_refused(outputs: str, message: str) -> None:
             {"image_size": 230, "patch_size": 16},
             "patch_size=16 leaves 6 px of the image's height 230 uncovered; try height 224 or 240",
         ),
-        ({"num_heads": 3}, "width=16 is not divisible into num_heads=3"),
+        ({"num_heads": 3}, "width=16 is not divisible by num_heads=3"),
         ({"class_token": False}, "pool='token' needs class_token=true"),
         ({"position": "relative", "position_at": "stem"}, "is applied inside attention"),
         ({"position": "learned"}, "did you mean 'learned-"),
-        ({"dropout": 1.0}, "is a probability"),
+        ({"dropout": 1.0}, "dropout=1.0: expected a probability"),
         ({"width": 18, "num_heads": 3, "position": "rope-2d"}, "multiple of 4"),
         ({"depth": 0}, "depth must be positive"),
-        ({"depth": "12"}, "expects int, got '12'"),
-        ({"distilled": True, "pool": "gap"}, "needs two tokens"),
+        ({"depth": "12"}, "expects a whole number, got '12'"),
+        ({"distilled": True, "pool": "gap"}, "distilled=true needs pool='token', got pool='gap'"),
         ({"stem": StemConfig(), "patch_size": 3}, "does not divide the stem's"),
     ],
 )

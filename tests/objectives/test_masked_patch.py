@@ -15,11 +15,11 @@ from objectives.small_objectives import PREPROCESS, SMALL, make_net, make_seeds,
 from torch import Tensor
 
 from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
+from vitrail.config.image import preprocess_for_channels
 from vitrail.config.train import MaskedPatchConfig, TrainConfig
 from vitrail.errors import ConfigError, ModelError
 from vitrail.models import build
 from vitrail.objectives import MaskedPatchObjective, make_objective
-from vitrail.weights.model_info import preprocess_for_channels
 
 
 def masked_patch_objective(target: str = "mean-color", mask_ratio: float = 0.5, **options: Any) -> MaskedPatchObjective:
@@ -227,7 +227,7 @@ def test_invalid_configurations_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match="plain ViT"):
         make_objective(config, hybrid, PREPROCESS)
-    with pytest.raises(ConfigError, match="a BiT has none"):
+    with pytest.raises(ConfigError, match="a BiT has no patches"):
         make_objective(config, build(BiTConfig(layers=(1,), width_factor=0.5, num_classes=5)), PREPROCESS)
     with pytest.raises(ConfigError, match="too many colors"):
         masked_patch_objective(channels=5)

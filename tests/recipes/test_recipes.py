@@ -87,7 +87,7 @@ def test_readme_states_the_same_accuracy_and_interval(name: str):
 @pytest.mark.parametrize("make", [finetune, finetune_paper])
 def test_fine_tuning_recipes_fit_any_number_of_images(make, images: int):
     for device in ("cpu", "cuda"):
-        config = make("start", "photos", images=images, device=device)
+        config = make("start", "photos", num_images=images, device=device)
         assert 1 <= config.batch_size <= images
         total = config.duration.to_steps(batch_size=config.batch_size, images=images)
         LRSchedule(config.schedule, total_steps=total, batch_size=config.batch_size, num_images=images)
@@ -96,18 +96,18 @@ def test_fine_tuning_recipes_fit_any_number_of_images(make, images: int):
 
 def test_paper_recipe_has_the_papers_settings():
     """Table 4 and appendix B.1.1 of the paper."""
-    config = finetune_paper("start", "photos", images=1_281_167)
+    config = finetune_paper("start", "photos", num_images=1_281_167)
     optim = config.optim
     assert (optim.kind, optim.momentum, optim.grad_clip, optim.weight_decay) == ("sgd", 0.9, 1.0, 0.0)
     # the image size comes from `paper_image_size`
     assert (config.image_size, config.batch_size, str(config.duration)) == (None, 512, "20000 steps")
     assert config.schedule.kind == "cosine"
-    assert finetune_paper("start", "cifar", images=50_000).duration == Duration(count=10_000, unit="steps")
-    assert finetune_paper("start", "pets", images=3_680).duration == Duration(count=500, unit="steps")
+    assert finetune_paper("start", "cifar", num_images=50_000).duration == Duration(count=10_000, unit="steps")
+    assert finetune_paper("start", "pets", num_images=3_680).duration == Duration(count=500, unit="steps")
 
 
 def test_training_can_be_restricted_to_the_last_layers():
-    config = finetune("start", "photos", images=1000)
+    config = finetune("start", "photos", num_images=1000)
     assert config.optim.layer_decay == 0.75
     assert epochs(5).count <= config.duration.count <= 50
     head = train_only(config, "head").optim

@@ -37,21 +37,21 @@ def test_bfloat16_product_succeeds_on_this_machine() -> None:
 
 
 def test_broken_amx_is_turned_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(amx, "_product_succeeds", lambda: ISA_VARIABLE in os.environ)
+    monkeypatch.setattr(amx, "_bfloat16_product_succeeds", lambda: ISA_VARIABLE in os.environ)
     check_bfloat16()
     assert os.environ[ISA_VARIABLE] == "AVX512_CORE_FP16"
     assert "this CPU reports AMX but does not support it" in caplog.text
 
 
 def test_a_failure_without_amx_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx, "_product_succeeds", lambda: False)
+    monkeypatch.setattr(amx, "_bfloat16_product_succeeds", lambda: False)
     with pytest.raises(ConfigError, match="set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 before Python starts"):
         check_bfloat16()
     assert ISA_VARIABLE not in os.environ
 
 
 def test_user_setting_of_the_variable_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx, "_product_succeeds", lambda: pytest.fail("called"))
+    monkeypatch.setattr(amx, "_bfloat16_product_succeeds", lambda: pytest.fail("called"))
     monkeypatch.setenv(ISA_VARIABLE, "AVX2")
     check_bfloat16()
 
@@ -61,8 +61,8 @@ def test_user_setting_of_the_variable_is_kept(monkeypatch: pytest.MonkeyPatch) -
     ("product", "succeeds"), [(lambda: None, True), (lambda: os.kill(os.getpid(), signal.SIGILL), False)]
 )
 def test_a_crash_stays_in_the_forked_process(monkeypatch: pytest.MonkeyPatch, product, succeeds: bool) -> None:
-    monkeypatch.setattr(amx, "_product", product)
-    assert amx._product_succeeds() is succeeds
+    monkeypatch.setattr(amx, "_compute_bfloat16_product", product)
+    assert amx._bfloat16_product_succeeds() is succeeds
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -71,5 +71,5 @@ def test_a_crash_leaves_no_core_file(monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
     check_limit = lambda: None if resource.getrlimit(resource.RLIMIT_CORE) == (0, 0) else os.abort()  # noqa: E731
-    monkeypatch.setattr(amx, "_product", check_limit)
-    assert amx._product_succeeds()
+    monkeypatch.setattr(amx, "_compute_bfloat16_product", check_limit)
+    assert amx._bfloat16_product_succeeds()

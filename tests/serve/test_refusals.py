@@ -176,7 +176,7 @@ def test_an_invalid_body_is_rejected_with_its_error_code(client: httpx.Client, b
         ("explain", {"methods": '["lime"]'}, "got method 'lime', expected one of rollout, gradient"),
         ("explain", {"methods": "[1]"}, "methods: got 1, expected a list of method names."),
         ("explain", {"layers": str([1] * 1001)}, "layers has 1,001 values, expected at most 1,000."),
-        ("explain", {"target": "horse"}, "there is no class 'horse'"),
+        ("explain", {"target": "horse"}, "unknown class 'horse'"),
         ("explain", {"target": "5"}, "there is no class 5"),
         ("explain", {"hide": "[16]"}, "got patch 16"),
     ],

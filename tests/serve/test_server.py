@@ -311,14 +311,14 @@ def test_an_address_in_use_is_an_error() -> None:
         port = sock.getsockname()[1]
         assert url_of(sock) == f"http://127.0.0.1:{port}"
         with pytest.raises(
-            ConfigError, match=rf"cannot listen at 127\.0\.0\.1 port {port}: .*in use; try another --port"
+            ConfigError, match=rf"cannot listen on 127\.0\.0\.1, port {port}: .*in use; try another --port"
         ):
             bind_socket("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])
 def test_a_host_that_does_not_exist_is_an_error(host: str) -> None:
-    with pytest.raises(ConfigError, match=rf"cannot listen at {host} port 0: .*; try --host 127\.0\.0\.1"):
+    with pytest.raises(ConfigError, match=rf"cannot listen on {host}, port 0: .*; try --host 127\.0\.0\.1"):
         bind_socket(host, 0)
 
 

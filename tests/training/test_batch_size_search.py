@@ -25,7 +25,7 @@ def test_largest_batch_that_fits_is_chosen(limit: int, expected: int):
 
 
 def test_error_if_no_batch_fits():
-    with pytest.raises(TrainError, match="not even a batch of 8 fits"):
+    with pytest.raises(TrainError, match="a batch of 8 does not fit in the memory"):
         largest_that_fits(SIZES, out_of_memory_above(4), lambda: None)
 
 

@@ -18,7 +18,7 @@ from vitrail.training.checkpointing import (
     CheckpointManager,
     Progress,
     current_environment,
-    describe_changes,
+    describe_environment_changes,
     read_progress,
     read_tensors,
     rng_states,
@@ -173,5 +173,7 @@ def test_every_process_and_step_has_its_own_seed():
 
 def test_environment_changes_are_described():
     current = current_environment(CPU, 1)
-    assert describe_changes(current, current) == []
-    assert describe_changes(current | {"threads": 96}, current) == [f"threads was 96 and is {current['threads']}"]
+    assert describe_environment_changes(current, current) == []
+    assert describe_environment_changes(current | {"threads": 96}, current) == [
+        f"threads was 96 and is {current['threads']}"
+    ]

@@ -122,7 +122,7 @@ def test_an_objective_without_labels_is_evaluated_by_its_own_values():
         (lambda *_: torch.zeros(64), ModelError, "returned Tensor"),
         (lambda *_: 1 / 0, ModelError, r"failed with images \(64, 1, 8, 8\) and targets \(64,\) .*ZeroDivisionError"),
         (nn.Linear, ConfigError, "the objective is the class Linear; expected a function"),
-        ("focal", ConfigError, r"objective='focal' is not one of its values; available: classify"),
+        ("focal", ConfigError, r"objective='focal' is not a valid value; available: classify"),
         ("no_such_module:focal", PluginError, r"no_such_module:focal cannot be imported .*package.module:name"),
     ],
 )
@@ -217,9 +217,9 @@ def test_a_stopped_run_continues_with_the_objects_passed_again():
 
 def test_what_a_run_was_not_started_with_is_refused_when_it_is_resumed():
     train(digits_config(2), out="run")
-    with pytest.raises(ConfigError, match=r"objective is classify and cannot change"):
+    with pytest.raises(ConfigError, match=r"objective is classify and cannot be changed"):
         train(digits_config(2), out="run", resume=True, objective=cross_entropy)
-    with pytest.raises(ConfigError, match=r"data.source is digits and cannot change"):
+    with pytest.raises(ConfigError, match=r"data.source is digits and cannot be changed"):
         train(digits_config(2), out="run", resume=True, data=Digits("train"))
     assert train(digits_config(2), out="run", resume=True, callbacks=[Recorder()]).finished
 
@@ -305,9 +305,12 @@ def test_a_subclass_of_vit_changes_training_and_is_needed_to_resume(importable: 
 @pytest.mark.parametrize(
     ("net", "message"),
     [
-        (lambda: small_vit(OtherViT), "OtherViT gives other outputs in evaluation mode than a ViT with its weights"),
+        (lambda: small_vit(OtherViT), "outputs of OtherViT differ from those of a ViT with the same weights"),
         (lambda: LargerViT(small_vit().config), "LargerViT differs from a ViT in the tensor extra"),
-        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), "model=Sequential cannot be trained: run folders"),
+        (
+            lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
+            "model=Sequential cannot be trained, because run folders",
+        ),
         (lambda: 3, "got model=int, expected a name, a vitrail.Model or an nn.Module"),
     ],
 )

@@ -70,8 +70,8 @@ def test_changed_class_order_is_refused_and_the_run_folder_is_unchanged(album: P
     with pytest.raises(TrainError) as caught:
         resume_run(tmp_path / "run")
     assert str(caught.value) == (
-        f"{album} has other classes than at the start of the run, and the model's outputs would stand for the wrong "
-        "ones: they were apple, bed, bowl, camel and are bed, bowl, camel, zebra. Restore the classes, or start a new "
+        f"the classes of {album} have changed since the start of the run, so the model's outputs would no longer match "
+        "them: they were apple, bed, bowl, camel and are bed, bowl, camel, zebra. Restore the classes, or start a new "
         "run."
     )
     assert file_contents(tmp_path / "run") == before
@@ -222,9 +222,7 @@ def test_changes_since_older_versions_are_reported(tmp_path: Path, caplog: pytes
     )
     remove_newer_fields(tmp_path / "run")
     resume_run(tmp_path / "run")
-    message = (
-        "this version trains differently from here on: images are mixed within groups of augment.mix_group=8, not "
-    )
+    message = "the run trains differently than before: images are mixed within groups of augment.mix_group=8, not "
     assert (message in caplog.text) == bool(mixup)
 
 
@@ -235,7 +233,7 @@ def test_older_checkpoints_load_with_a_note_that_data_are_not_checked(
     interrupt_run(photo_config(album), tmp_path / "run", 3)
     remove_newer_fields(tmp_path / "run")
     resume_run(tmp_path / "run")
-    assert f"whether {album} is unchanged is not checked" in caplog.text
+    assert f"it was not checked whether {album} has changed" in caplog.text
     assert identical_weights(tmp_path / "run", tmp_path / "uninterrupted")
     caplog.clear()
     resume_run(tmp_path / "run")  # checkpoints of this version are checked

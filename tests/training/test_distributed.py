@@ -388,7 +388,9 @@ def test_failure_of_one_process_ends_the_others_with_one_message(
         survivor, exit_code = pair.run(fail_on_rank_1, failure, timeout_s, allow_failures=True)
         assert time.monotonic() - started < 20
     assert isinstance(survivor, TrainError)
-    assert "process 0 of 2 lost the connection to another one, which died or did not respond in time" in str(survivor)
+    assert "process 0 of 2 lost the connection to another process, which died or did not respond in time" in str(
+        survivor
+    )
     assert "--resume" in str(survivor)
     assert "pytorch" not in str(survivor), "no source locations"
     assert exit_code == expected_code

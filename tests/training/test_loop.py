@@ -97,7 +97,7 @@ def test_previous_checkpoint_is_used_if_the_last_is_damaged(
     file.write_bytes(content)
     assert resume_run(folder).progress.step == LENGTH
     assert "00000014 is damaged" in caplog.text
-    assert "the one before it is used" in caplog.text
+    assert "the previous one is used" in caplog.text
     assert logged_metrics(folder) == logged_metrics(reference_run.run.path)
     assert identical_weights(folder, reference_run.run.path)
 
@@ -110,7 +110,7 @@ def test_run_restarts_without_a_valid_checkpoint(
     for state in folder.glob("checkpoint/*/state.json"):
         state.write_text("{")
     resume_run(folder)
-    assert "there is none before it" in caplog.text
+    assert "there is no previous one" in caplog.text
     assert logged_metrics(folder) == logged_metrics(reference_run.run.path)
     assert identical_weights(folder, reference_run.run.path)
 
@@ -134,7 +134,7 @@ def test_added_images_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixt
     new_count = len(open_data(photo_config(album).data).train)
     resume_run(tmp_path / "run")
     assert (
-        f"the training images of {album} have changed since the start of the run ({old_count} then, {new_count} now)"
+        f"the training images of {album} have changed since the start of the run ({old_count} before, {new_count} now)"
         in caplog.text
     )
 
@@ -262,14 +262,14 @@ def test_signal_at_the_last_step_is_reported_as_the_stop_reason(tmp_path: Path):
 
 def test_folder_with_a_run_is_refused_before_any_work(reference_run: FitResult, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("vitrail.training.loop.prepare_run", lambda *a, **k: pytest.fail("the data were opened"))
-    with pytest.raises(TrainError, match=r"holds a run already \(unfinished\); resume it with --resume"):
+    with pytest.raises(TrainError, match=r"already contains a run \(unfinished\); resume it with --resume"):
         train_run(reference_run.setup.config, reference_run.run.path)
 
 
 def test_impossible_batch_sizes_are_refused(tmp_path: Path):
     for settings, message in {
-        "batch_size=2000": r"batch_size=2000 is more than the 1,438 images to learn from; try batch_size=719",
-        "grad_accum_steps=3": r"batch_size=64 cannot be shared evenly by 1 processes in 3 parts each; try .*=66",
+        "batch_size=2000": r"batch_size=2000 is more than the 1,438 training images; try batch_size=719",
+        "grad_accum_steps=3": r"batch_size=64 cannot be divided evenly among 1 processes with 3 parts each; try .*=66",
     }.items():
         with pytest.raises(ConfigError, match=message):
             train_run(override(digits_config(), [settings]), tmp_path / "run")

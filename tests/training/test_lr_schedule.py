@@ -126,7 +126,7 @@ def test_schedule_has_no_jumps(kind: Any, floor: float) -> None:
         (5, {"warmup": steps(6)}, "a warm-up of 6 steps is 6 steps, but the whole run has 5"),
         (5, {"warmup": epochs(1)}, "a warm-up of 1 epoch is 10 steps, but the whole run has 5"),
         (5, {"warmup": steps(3), "cooldown": steps(3)}, "and a cool-down of 3 steps is 6 steps"),
-        (5, {"kind": "rsqrt", "timescale": steps(0)}, "rsqrt needs a timescale longer than 0 steps"),
+        (5, {"kind": "rsqrt", "timescale": steps(0)}, "timescale=0 steps: rsqrt needs at least one step"),
         (0, {}, "a schedule needs at least one step, got 0"),
     ],
 )

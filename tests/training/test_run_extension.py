@@ -150,7 +150,7 @@ def test_finished_model_without_a_checkpoint_is_not_replaced(tmp_path: Path):
 def test_run_cannot_be_shortened(tmp_path: Path):
     interrupt_run(constant_lr_config(10), tmp_path / "run", 7)
     for shorter in ("9 steps", "5 steps", "0.2 epochs"):
-        with pytest.raises(ConfigError, match=r"fewer than the 10 of the run \(10 steps\), of which 7 are done"):
+        with pytest.raises(ConfigError, match=r"is shorter than the run \(10 steps, of which 7 are done\)"):
             train_run(constant_lr_config(10).replace(duration=shorter), tmp_path / "run", resume=True)
     assert RunFolder(tmp_path / "run").read_config().duration == steps(10)
 
@@ -188,6 +188,6 @@ def test_extension_scales_the_end_of_the_schedule_and_keeps_the_start(tmp_path: 
         str(resume_config(run, ["duration=20 steps", "schedule.cooldown=3 steps"], {}).schedule.cooldown) == "3 steps"
     )
     for overrides in (["schedule.cooldown=3 steps"], ["duration=20 steps", "schedule.warmup=3 steps"]):
-        with pytest.raises(ConfigError, match=r"schedule\.\w+ is \d steps and cannot change when a run is resumed"):
+        with pytest.raises(ConfigError, match=r"schedule\.\w+ is \d steps and cannot be changed when a run is resumed"):
             resume_config(run, overrides, {})
     assert scale_durations(config, config, ("schedule.cooldown",), set()) == config

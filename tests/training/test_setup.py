@@ -166,7 +166,7 @@ def test_all_processes_agree_on_the_auto_batch_size(two_processes: Processes, tm
     config = digits_config(batch_size="auto", duration="2 steps").to_dict()
     first, second = two_processes.run(train_in_process, config, str(tmp_path / "run"))
     assert first == second == RunFolder(tmp_path / "run").read_config().batch_size
-    with pytest.raises(ConfigError, match="batch_size=63 cannot be shared evenly by 2 processes in 1 parts each"):
+    with pytest.raises(ConfigError, match="batch_size=63 cannot be divided evenly among 2 processes with 1 parts each"):
         Trainer(
             prepare_run(digits_config(batch_size=63), SINGLE_PROCESS), DistributedContext(torch.device("cpu"), 0, 2)
         )
@@ -243,7 +243,7 @@ def test_distillation_run_trains_resumes_and_loads(
 def test_teacher_with_other_classes_is_refused(images: Path, tmp_path: Path):
     model(small(num_classes=7)).save(tmp_path / "other")
     config = override(photo_config(images), ["objective=distill", f"distill.teacher={tmp_path}/other"])
-    with pytest.raises(ConfigError, match=r"the teacher .* has 7 classes, the student 3"):
+    with pytest.raises(ConfigError, match=r"the teacher .* has 7 classes, but the data has 3"):
         train_run(config, tmp_path / "run")
 
 

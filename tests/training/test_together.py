@@ -95,7 +95,7 @@ def test_previous_checkpoint_is_used_if_a_shard_is_damaged(
     first, other = two_processes.run(train_and_capture, short_config(parallel="fsdp"), str(folder), True)
     assert len(first) == 1
     assert f"{newest} is damaged" in first[0]
-    assert "the one before it is used" in first[0]
+    assert "the previous one is used" in first[0]
     assert other == []
     assert identical_weights(folder, reference_run)
 
@@ -134,7 +134,7 @@ def test_sharded_run_refuses_changed_classes(two_processes: Processes, album: Pa
     two_processes.run(train_and_capture, config, str(tmp_path / "run"))
     (album / "apple").rename(album / "zebra")
     for messages in two_processes.run(train_or_capture_error, config, str(tmp_path / "run"), True):
-        assert messages[-1].startswith(f"{album} has other classes than at the start of the run")
+        assert messages[-1].startswith(f"the classes of {album} have changed since the start of the run")
 
 
 # Full disks, simulated with the kernel's limit of file size
@@ -237,7 +237,7 @@ def test_other_masks_on_another_number_of_processes_are_reported(
     results = two_processes.run(train_and_draw, config, str(tmp_path / "interrupted"), True, world=after)
     assert [len(messages) for messages, _ in results] == [2, 0][:after]
     assert "resumed in another environment" in results[0][0][0]
-    assert "on another number of processes attention_dropout draws other masks" in results[0][0][1]
+    assert "with a different number of processes, attention_dropout draws different masks" in results[0][0][1]
     assert len({draw for _, draw in results}) == after
     two_processes.run(train_and_draw, config, str(copy), True, world=after)
     assert identical_weights(copy, tmp_path / "interrupted"), "the other masks are deterministic"

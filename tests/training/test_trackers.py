@@ -16,7 +16,7 @@ from training.small_runs import at_step, digits_config, logged_metrics, model_we
 
 import vitrail
 from vitrail.config import TrainConfig
-from vitrail.config.format_version import current
+from vitrail.config.format_version import upgrade
 from vitrail.errors import ConfigError, TrainError
 from vitrail.runs.run_folder import RunFolder
 from vitrail.runs.trackers import TrackerThread, tracked_metrics
@@ -206,7 +206,7 @@ def test_the_old_setting_tensorboard_is_read(version: dict[str, int]):
     values = digits_config(2).to_dict()
     del values["trackers"]
     for old, expected in ((True, ("tensorboard",)), (False, ())):
-        config = TrainConfig.from_dict(current("run", values | version | {"tensorboard": old}))
+        config = TrainConfig.from_dict(upgrade("run", values | version | {"tensorboard": old}))
         assert config.trackers == expected
 
 

@@ -21,7 +21,8 @@ from vitrail.training.setup import prepare_run
 from vitrail.training.trainer import Trainer
 from vitrail.weights import checkpoint
 from vitrail.weights.archive import ALIGNMENT, align_tensor, open_archive
-from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.family_defaults import default_preprocess
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.timm import TIMM_FORMAT
 from vitrail.weights.writers import write_safetensors
 

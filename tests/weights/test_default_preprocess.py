@@ -18,7 +18,8 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.models import ViT
 from vitrail.models.model_names import parse_name
 from vitrail.weights import checkpoint, timm_config
-from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.family_defaults import default_preprocess
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.timm import TIMM_FORMAT
 from vitrail.weights.writers import write_torch
 

@@ -46,7 +46,8 @@ from vitrail.config import ViTConfig, pair
 from vitrail.errors import ConversionError, FormatError
 from vitrail.models import ViT
 from vitrail.weights import checkpoint
-from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.family_defaults import default_preprocess
+from vitrail.weights.model_info import ModelInfo
 
 SIZES = {"embed_dim": D, "depth": DEPTH, "num_heads": HEADS}
 

@@ -13,7 +13,8 @@ import torch
 from vitrail.config import ViTConfig
 from vitrail.models import ViT, build
 from vitrail.weights import checkpoint
-from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.family_defaults import default_preprocess
+from vitrail.weights.model_info import ModelInfo
 
 TINY = ViTConfig(image_size=8, patch_size=4, width=8, depth=1, num_heads=2, mlp_dim=8, num_classes=3, activation="gelu")
 

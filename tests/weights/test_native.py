@@ -121,7 +121,7 @@ def change_info(path: Path, change: Any) -> None:
         (lambda info: info.update(version=3), "got version=3, expected at most 2"),
         (lambda info: info.pop("family") and None, "family is missing"),
         (lambda info: info["model"].update(hats=3), "has no field 'hats'; available: "),
-        (lambda info: info["model"].update(num_heads=3), "not divisible into num_heads=3"),
+        (lambda info: info["model"].update(num_heads=3), "not divisible by num_heads=3"),
         (lambda info: info.update(labels=["a"]), "1 class names were given for 3 outputs"),
         (lambda info: info.update(labels=7), "model.safetensors: read as vitrail"),
         (lambda info: info.update(task="dance"), "task='dance' is not one of"),
@@ -149,7 +149,7 @@ def test_vitrail_format_supports_everything() -> None:
 def test_existing_model_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     before = {f.name: f.read_bytes() for f in (tmp_path / "model").iterdir()}
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         write_model(tmp_path / "model", BiTConfig(layers=(1,), width_factor=0.5, num_classes=2))
     assert {f.name: f.read_bytes() for f in (tmp_path / "model").iterdir()} == before
     net = build(SMALL, seed=1)

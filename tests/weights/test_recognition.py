@@ -14,7 +14,7 @@ import recognition_transformers
 from recognition_table import Case, Result, evaluate_case
 from recognition_timm import is_supported, timm
 
-from vitrail.weights.timm_origin import SUPPORTED_ARCHS
+from vitrail.weights.timm_family import SUPPORTED_ARCHS
 
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("quick_disk")]
 

@@ -21,7 +21,8 @@ from vitrail.errors import ConversionError
 from vitrail.models import Net, build
 from vitrail.weights import checkpoint, facebook
 from vitrail.weights.archive import open_archive
-from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.family_defaults import default_preprocess
+from vitrail.weights.model_info import ModelInfo
 
 Config = ViTConfig | BiTConfig
 

@@ -17,7 +17,8 @@ from vitrail.errors import ConversionError, FormatError
 from vitrail.models import BiT, ViT, build
 from vitrail.weights import checkpoint
 from vitrail.weights.archive import Archive, LazyTensors
-from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.family_defaults import default_preprocess
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.timm import TIMM_FORMAT
 
 pytestmark = pytest.mark.peer

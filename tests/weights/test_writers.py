@@ -113,7 +113,7 @@ def test_file_mode_follows_the_umask(tmp_path: Path, name: str):
 @every_writer
 def test_existing_file_is_kept_without_overwrite(tmp_path: Path, name: str):
     (tmp_path / name).write_bytes(b"old")
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         WRITERS[name](tmp_path / name)
     assert (tmp_path / name).read_bytes() == b"old"
     WRITERS[name](tmp_path / name, overwrite=True)

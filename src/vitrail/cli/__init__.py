@@ -174,7 +174,7 @@ def _message_and_status(error: Any, arguments: Sequence[str] = ()) -> tuple[str,
         return str(error), 1
     if hasattr(error, "format_message"):  # a usage error; its class depends on typer's version
         command = error.ctx.command_path if getattr(error, "ctx", None) else "vitrail"
-        message = error.format_message()  # empty if the help was shown instead
+        message = error.format_message().removeprefix("Invalid value: ")  # empty if the help was shown instead
         if message and hasattr(error, "option_name"):
             hint = option_hint(command.split()[-1], error.option_name, arguments)
             message = re.split(r" Did you mean| \(Possible", message)[0].rstrip(".") + hint if hint else message

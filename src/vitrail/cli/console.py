@@ -63,8 +63,8 @@ def notes_to_stderr() -> None:
     logger.propagate = False
 
 
-def progress_bar(expected: bool = True) -> Progress:
-    """A progress bar on standard error that is removed at the end; disabled unless that is a terminal."""
+def progress_bar(enabled: bool = True) -> Progress:
+    """A progress bar on standard error that is removed at the end. Never shown unless that is a terminal."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -73,7 +73,7 @@ def progress_bar(expected: bool = True) -> Progress:
         TimeRemainingColumn(),
         console=err,
         transient=True,
-        disable=not (expected and err.is_terminal),
+        disable=not (enabled and err.is_terminal),
         # Else rich would send what is printed meanwhile to standard error, results included.
         redirect_stdout=False,
         redirect_stderr=False,

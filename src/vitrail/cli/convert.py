@@ -49,7 +49,7 @@ def convert(
     if to not in formats:
         raise NotFoundError(f"unknown format {to!r}{did_you_mean(to, formats)}")
     if not overwrite and (dst.is_file() or (dst.is_dir() and any(dst.iterdir()))):
-        raise CheckpointError(f"{dst} exists already; choose another name, or replace it with --overwrite.")
+        raise CheckpointError(f"{dst} already exists; choose another name, or replace it with --overwrite.")
     options = checkpoint.load_options
     location = locate(src)  # shows its own progress bar if it downloads
     with err.status(f"reading {src}"):

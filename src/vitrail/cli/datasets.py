@@ -60,7 +60,7 @@ def _dataset(name: str) -> DatasetInfo:
 
     if found := canonical_name(name):
         return CATALOG[found]
-    raise NotFoundError(f"no built-in dataset {name!r}{did_you_mean(name, CATALOG)}")
+    raise NotFoundError(f"unknown built-in dataset {name!r}{did_you_mean(name, CATALOG)}")
 
 
 def _row(dataset: DatasetInfo, root: str | None) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def evaluate(
     """
     data = source.data
     if data is None:
-        raise typer.BadParameter("eval needs --data: labeled images to measure on")
+        raise typer.BadParameter("eval needs --data, the labeled images to evaluate")
     sizes = [parse_size(text.strip()) for text in image_size.split(",")] if image_size is not None else None
     kinds = [kind.strip() for kind in formats.split(",") if kind.strip()]
     if to is not None and to.exists() and not to.is_dir():

@@ -41,7 +41,8 @@ def explain(
         typer.Option(
             "--query",
             metavar="TOKEN",
-            help="Query token: pooled (input of the head), class, 'register 1', or a patch as ROW,COLUMN from 1.",
+            help="Query token: pooled (input of the head), class, 'register 1', or a patch as ROW,COLUMN, counted "
+            "from 1.",
         ),
     ] = "pooled",
     faithfulness: Annotated[
@@ -52,7 +53,7 @@ def explain(
     loading: LoadOptions = LoadOptions(),
     as_json: Json = False,
 ) -> None:
-    """Explain predictions with attention rollout, attention maps, gradients and occlusion."""
+    """Explain predictions with attention rollout, attention maps, gradients and occlusion; write figures."""
     kinds, endings, layers = parse_list(methods), parse_list(formats) or (), _numbers(layer or "-1")
     options = loading.load_options
     paths, _ = find_images(images)

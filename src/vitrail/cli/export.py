@@ -49,7 +49,7 @@ Calibrate = Annotated[
 ]
 Check = Annotated[
     str | None,
-    typer.Option(metavar="SPEC", help="Images for the comparison.", show_default="crops of two photographs"),
+    typer.Option(metavar="SPEC", help="Images for the comparison.", show_default="crops of two sample photographs"),
 ]
 
 
@@ -70,7 +70,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a model for ONNX Runtime, torch.export or OpenVINO, and compare it with the model on real images.
+    """Export a model to ONNX, torch.export or OpenVINO, and compare the file with the model on real images.
 
     vitrail export MODEL model.onnx
     """

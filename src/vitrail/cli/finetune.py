@@ -22,7 +22,7 @@ from vitrail.runtime import is_main_process
 @with_option_groups
 def finetune(
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, such as optim.lr=1e-4.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to change, such as optim.lr=1e-4.")
     ] = None,
     model: ModelSpec = None,
     data: Data = None,
@@ -41,11 +41,14 @@ def finetune(
     run: RunOptions = RunOptions(),
     as_json: Json = False,
 ) -> None:
-    """Fine-tune a pretrained model on your classes: vitrail finetune --model MODEL --data photos/"""
+    """Fine-tune a pretrained model on the classes of your data.
+
+    vitrail finetune --model MODEL --data photos/
+    """
     if run.settings:
         if recipe not in FINETUNE_RECIPES:
-            raise NotFoundError(f"no fine-tuning recipe is called {recipe!r}{did_you_mean(recipe, FINETUNE_RECIPES)}")
-        config = FINETUNE_RECIPES[recipe](model or "MODEL", data or "DATA", images=1000, device="cuda")
+            raise NotFoundError(f"unknown fine-tuning recipe {recipe!r}{did_you_mean(recipe, FINETUNE_RECIPES)}")
+        config = FINETUNE_RECIPES[recipe](model or "MODEL", data or "DATA", num_images=1000, device="cuda")
         title = f"Settings of --recipe {recipe} for 1,000 images on a GPU; change any with KEY=VALUE.\n"
         print_settings(override(config, overrides or []), title, as_json)
         return

@@ -92,8 +92,8 @@ def _matching(pattern: str | None) -> list[Listed]:
         return known
     if exact := SHIPPED.get(pattern) or find_published(pattern):
         return [exact]
-    wild = pattern.lower() if any(c in pattern for c in "*?[") else f"*{pattern.lower()}*"
-    chosen = [v for v in known if any(fnmatch.fnmatchcase(n.lower(), wild) for n in _names(v))]
+    glob_pattern = pattern.lower() if any(c in pattern for c in "*?[") else f"*{pattern.lower()}*"
+    chosen = [v for v in known if any(fnmatch.fnmatchcase(n.lower(), glob_pattern) for n in _names(v))]
     if not chosen:
         near = difflib.get_close_matches(pattern, sorted(n for v in known for n in _names(v)), n=1)
         hint = f"did you mean {near[0]!r}?" if near else "`vitrail models` lists all models."

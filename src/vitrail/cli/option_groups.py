@@ -141,7 +141,7 @@ class EngineOptions:
         typer.Option(
             "--engine",
             metavar="NAME",
-            help="torch, onnxruntime, openvino, or auto: the fastest whose outputs match torch.",
+            help="torch, onnxruntime, openvino, or auto: the fastest one whose outputs match torch's.",
             show_default="torch; for an exported file, the engine of its format",
         ),
     ] = None
@@ -157,7 +157,7 @@ class EngineOptions:
     def check(self, device: DeviceOptions) -> None:
         """Raise ConfigError for an unknown engine, or options that do not fit together."""
         if self.engine is not None and self.engine not in ENGINES:
-            raise ConfigError(f"no engine {self.engine!r}{did_you_mean(self.engine, ENGINES)}")
+            raise ConfigError(f"unknown engine {self.engine!r}{did_you_mean(self.engine, ENGINES)}")
         if self.engine not in (None, "torch") and device.dtype != "float32":
             raise ConfigError(f"--dtype {device.dtype} is only for torch; {self.engine} has a fixed dtype.")
         if self.calibrate is not None and self.engine != "auto":
@@ -202,7 +202,7 @@ class FeatureOptions:
 class RunOptions:
     """The folder of a training run, and how it starts."""
 
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The run folder; default: runs/NAME.")] = None
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; default: runs/NAME.")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run from its last checkpoint.")] = False
     auto_resume: Annotated[
         bool,
@@ -222,6 +222,6 @@ class RunOptions:
 
     @property
     def overrides(self) -> list[str]:
-        """The settings that some of these options stand for."""
+        """--device and --skip-bad as overrides of settings: device=cpu, data.skip_bad=true."""
         device = [f"device={self.device}"] if self.device is not None else []
         return [*device, *(["data.skip_bad=true"] if self.skip_bad else [])]

@@ -21,7 +21,7 @@ Formats = Annotated[
 Data = Annotated[
     str | None,
     typer.Option(
-        "--data", metavar="SPEC", help="A built-in dataset, a folder, a table or shards; see vitrail datasets."
+        "--data", metavar="SPEC", help="A built-in dataset (see `vitrail datasets`), a folder, a table or shards."
     ),
 ]
 Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Folder of the built-in datasets.")]

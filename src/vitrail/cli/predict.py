@@ -132,7 +132,7 @@ def find_images(given: Sequence[str]) -> tuple[list[Path], bool]:
         else:
             found.append(path)
     if not any(os.path.lexists(path) for path in found):
-        raise NotFoundError(f"no such image or folder: {', '.join(map(str, found[:3]))} (looked from {Path.cwd()}).")
+        raise NotFoundError(f"no such image or folder: {', '.join(map(str, found[:3]))} (in {Path.cwd()}).")
     return list(dict.fromkeys(found)), many
 
 

@@ -31,22 +31,22 @@ EXIT_STATUS = {"SIGHUP": 129, "SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "to
 def train(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, and settings to change."),
+        typer.Argument(metavar="RECIPE|KEY=VALUE", help="At most one recipe, and settings to change."),
     ] = None,
     data: Data = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Another network, such as ViT-S/4.")
+        str | None, typer.Option("--model", metavar="NAME", help="Network instead of the recipe's, such as ViT-S/4.")
     ] = None,
     run: RunOptions = RunOptions(),
     list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes with their results.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a network from scratch. Without a recipe: a small ViT on handwritten digits, in a minute or two.
+    """Train a network from scratch. The default recipe trains a small ViT on handwritten digits in a minute or two.
 
     vitrail train cifar10 optim.lr=3e-4 duration='100 epochs'
 
-    Trackers, and code of installed packages, are settings, too: trackers=tensorboard,wandb,mlflow objective=NAME
-    callbacks=NAME data.source=NAME:LOCATION. --settings lists what is installed.
+    Settings also select trackers and plugins of other packages: trackers=tensorboard,wandb,mlflow objective=NAME
+    callbacks=NAME data.source=NAME:LOCATION. --settings lists all settings and the installed plugins.
     """
     if list_recipes:
         _list_recipes()
@@ -140,9 +140,9 @@ def _result_table(done: Run) -> Table:
             value = s.mean_average_precision
             about = f"{s.count} images; top-1 accuracy {100 * s.top1:.2f} % of those with a label"
         table.add_row(name, f"{100 * value:.2f} %", Text(about, style="dim"))
-    beside = dict(done.baselines)
-    beside |= {o.path.name.replace("-", "=", 1): o.scores for o in done.comparisons if o.scores is not None}
-    for name, scores in beside.items():
+    others = dict(done.baselines)
+    others |= {o.path.name.replace("-", "=", 1): o.scores for o in done.comparisons if o.scores is not None}
+    for name, scores in others.items():
         table.add_row(f"  {name}", f"{100 * scores.top1:.2f} %", "")
     model = shlex.quote(str(done.path))
     use = f"predict --model {model} IMAGE"
@@ -169,7 +169,7 @@ def recipe_config(name: str, overrides: list[str]) -> TrainConfig:
     from vitrail.recipes import RECIPES
 
     if name not in RECIPES:
-        raise NotFoundError(f"no recipe is called {name!r}{did_you_mean(name, RECIPES)}")
+        raise NotFoundError(f"unknown recipe {name!r}{did_you_mean(name, RECIPES)}")
     return override(RECIPES[name](), overrides)
 
 
@@ -210,7 +210,7 @@ def settings_table(config: TrainConfig) -> Table:
     table.add_row("trainable", trainable)
     table.add_row("optimizer", f"{name}, learning rate {_format_lr(optim.lr)}{decay}")
     table.add_row("duration", f"{config.duration}, batch size {config.batch_size}")
-    table.add_row("image size", "the checkpoint's" if config.image_size is None else f"{config.image_size} px")
+    table.add_row("image size", "as in the checkpoint" if config.image_size is None else f"{config.image_size} px")
     return table
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from vitrail.config.base import Config, Pair, for_trainer, pair
+from vitrail.config.base import Config, Pair, allow_use_cache, pair
 from vitrail.errors import ConfigError
 
 PositionKind = Literal["none", "learned-1d", "learned-2d", "relative", "sincos-2d", "rope-2d"]
@@ -31,7 +31,7 @@ class StemConfig(Config):
     """1e-5 in the original, 1e-8 in timm."""
 
     def check(self) -> None:
-        _positive(self, "width_factor")
+        _check_positive(self, "width_factor")
         if any(n < 1 for n in self.layers):
             raise ConfigError(f"every stage needs a block, got layers={self.layers}.")
 
@@ -47,7 +47,7 @@ class StemConfig(Config):
         return base * 4 * 2 ** (len(self.layers) - 1) if self.layers else base
 
 
-@for_trainer
+@allow_use_cache
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(Config):
     """A Vision Transformer. The defaults are ViT-B/16 as the original code computes it."""
@@ -140,8 +140,8 @@ class ViTConfig(Config):
     """A ResNet before the patch embedding (hybrid); None: no stem."""
 
     def check(self) -> None:
-        _set(self, image_size=pair(self.image_size), patch_size=pair(self.patch_size))
-        _positive(
+        _set_fields(self, image_size=pair(self.image_size), patch_size=pair(self.patch_size))
+        _check_positive(
             self,
             "image_size",
             "patch_size",
@@ -154,12 +154,12 @@ class ViTConfig(Config):
             "rope_base",
         )
         if self.num_classes < 0 or self.num_registers < 0 or self.pre_logits < 0:
-            raise ConfigError("classes, registers and pre_logits must be 0 or more.")
+            raise ConfigError("num_classes, num_registers and pre_logits must be 0 or more.")
         if self.width % self.num_heads:
-            raise ConfigError(f"width={self.width} is not divisible into num_heads={self.num_heads}.")
+            raise ConfigError(f"width={self.width} is not divisible by num_heads={self.num_heads}.")
         for name in ("dropout", "attention_dropout", "drop_path"):
             if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is a probability: 0 or more, less than 1.")
+                raise ConfigError(f"{name}={getattr(self, name)}: expected a probability, at least 0 and less than 1.")
         self.grid_of(pair(self.image_size))
         self._check_tokens()
         self._check_position()
@@ -172,38 +172,41 @@ class ViTConfig(Config):
                 raise ConfigError("distilled=true needs class_token=true.")
         if self.pool == "token+gap" and self.pool_norm == "after":
             raise ConfigError(
-                "pool='token+gap' concatenates normalized tokens: pool_norm='before' or 'none', not 'after'."
+                "pool='token+gap' concatenates normalized tokens and needs pool_norm='before' or 'none', not 'after'."
             )
         self._check_coca()
         if self.distilled and self.pool != "token":
-            raise ConfigError(f"distilled=true needs two tokens: pool='token', not {self.pool!r}.")
+            raise ConfigError(f"distilled=true needs pool='token', got pool={self.pool!r}.")
         if self.distilled and self.pre_logits:
-            raise ConfigError("distilled=true has two plain heads: pre_logits=0.")
+            raise ConfigError(f"distilled=true needs pre_logits=0, got pre_logits={self.pre_logits}.")
 
     def _check_coca(self) -> None:
         if self.pool != "coca":
             if self.pool_width is not None or self.pool_heads is not None:
-                raise ConfigError(f"pool_width and pool_heads belong to pool='coca', not to pool={self.pool!r}.")
+                raise ConfigError(f"pool_width and pool_heads are only for pool='coca', not for pool={self.pool!r}.")
             return
         if not self.class_token or self.pool_norm != "before":
-            raise ConfigError("pool='coca' pools normalized tokens: class_token=true and pool_norm='before'.")
+            raise ConfigError("pool='coca' needs class_token=true and pool_norm='before'.")
         width, heads = self.pooled_width, self.pool_heads or self.num_heads
         if width < 1 or heads < 1 or width % heads:
-            raise ConfigError(f"pool_width={width} is not divisible into pool_heads={heads}.")
+            raise ConfigError(f"pool_width={width} is not divisible by pool_heads={heads}.")
 
     def _check_position(self) -> None:
         if self.position in ("relative", "rope-2d") and self.position_at == "stem":
             raise ConfigError(
-                f"position={self.position!r} is applied inside attention: position_at='layers' or 'shared', not 'stem'."
+                f"position={self.position!r} is applied inside attention; "
+                "use position_at='layers' or 'shared', not 'stem'."
             )
         if self.position == "learned-2d" and self.width % 2:
-            raise ConfigError(f"learned-2d splits width={self.width} into halves: make it even.")
+            raise ConfigError(f"position='learned-2d' needs an even width, got width={self.width}.")
         if self.position == "sincos-2d" and (self.width % 4 or self.width < 8):
-            raise ConfigError(f"sincos-2d splits width={self.width} into quarters: a multiple of 4, from 8.")
+            raise ConfigError(
+                f"position='sincos-2d' needs a width that is a multiple of 4 and at least 8, got {self.width}."
+            )
         if self.position == "rope-2d" and (self.width // self.num_heads) % 4:
             raise ConfigError(
-                f"rope-2d rotates quarters of a head: width / num_heads = {self.width // self.num_heads} "
-                "must be a multiple of 4."
+                "position='rope-2d' needs a head dimension (width / num_heads) that is a multiple of 4, "
+                f"got {self.width // self.num_heads}."
             )
 
     @property
@@ -217,7 +220,7 @@ class ViTConfig(Config):
         if self.stem is None:
             for side, name, size in zip(image_size, ("height", "width"), patch, strict=True):
                 if side < size or (side % size and self.uncovered == "refuse"):
-                    raise ConfigError(_uncovered(side, name, size))
+                    raise ConfigError(_uncovered_message(side, name, size))
             return image_size[0] // patch[0], image_size[1] // patch[1]
         rows, columns = (-(-side // self.stem.stride) for side in image_size)  # SAME padding rounds up
         if rows % patch[0] or columns % patch[1]:
@@ -262,7 +265,7 @@ class ViTConfig(Config):
         return self.width * (2 if self.pool == "token+gap" else 1)
 
 
-@for_trainer
+@allow_use_cache
 @dataclass(frozen=True, kw_only=True)
 class BiTConfig(Config):
     """BiT's ResNet: pre-activation, weight-standardized, group-normalized, symmetric padding."""
@@ -285,25 +288,25 @@ class BiTConfig(Config):
     """Padding of the first max-pool: zeros, which take part in the maximum (paper, timm), or none (big_vision)."""
 
     def check(self) -> None:
-        _set(self, image_size=pair(self.image_size))
-        _positive(self, "image_size", "channels", "width_factor", "norm_eps")
+        _set_fields(self, image_size=pair(self.image_size))
+        _check_positive(self, "image_size", "channels", "width_factor", "norm_eps")
         if not self.layers or any(n < 1 for n in self.layers):
-            raise ConfigError(f"BiT needs blocks in every stage, got layers={self.layers}.")
+            raise ConfigError(f"layers={self.layers}: every stage of a BiT needs at least one block.")
 
 
-def _set(config: Config, **values: object) -> None:
+def _set_fields(config: Config, **values: object) -> None:
     for name, value in values.items():
         object.__setattr__(config, name, value)
 
 
-def _positive(config: Config, *names: str) -> None:
+def _check_positive(config: Config, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if any(v <= 0 for v in (value if isinstance(value, tuple) else (value,))):
             raise ConfigError(f"{name} must be positive, got {value}.")
 
 
-def _uncovered(side: int, name: str, patch: int) -> str:
+def _uncovered_message(side: int, name: str, patch: int) -> str:
     below, above = side // patch * patch, -(-side // patch) * patch
     tries = f"{above}" if not below else f"{below} or {above}"
     return f"patch_size={patch} leaves {side - below} px of the image's {name} {side} uncovered; try {name} {tries}."

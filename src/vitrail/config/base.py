@@ -50,7 +50,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for `json.dumps`."""
-        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return {f.name: _to_plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
@@ -67,8 +67,8 @@ class Config:
 C = TypeVar("C", bound=Config)
 
 
-def for_trainer(cls: type[C]) -> type[C]:
-    """Class decorator for transformers' Trainer, which sets `use_cache` on every `model.config`.
+def allow_use_cache(cls: type[C]) -> type[C]:
+    """Class decorator: allow the assignment of `use_cache`, which transformers' Trainer sets on every `model.config`.
 
     The attribute is stored and ignored; it is not a field, so comparing and saving configs ignore it.
     TensorBoard's callback calls `to_json_string`. Fields stay frozen.
@@ -93,20 +93,21 @@ field_types: Callable[[type], dict[str, Any]] = cache(_field_types)
 
 def _coerce_field(cls: type, name: str, kind: Any, value: Any) -> Any:
     """The value converted to the annotated type, or ConfigError."""
-    fitted, ok = _fit(kind, value)
+    coerced, ok = _coerce(kind, value)
     if ok:
-        return fitted
+        return coerced
     if options := _options(kind):
         hint = did_you_mean(value, options) if isinstance(value, str) else f"; available: {', '.join(options)}."
         words = [TYPE_DESCRIPTIONS[a] for a in get_args(kind) if a in TYPE_DESCRIPTIONS]
         if words and "did you mean" not in hint:
             *most, last = *words, *options
-            hint = f"; it is {', '.join(most)} or {last}."
-        raise ConfigError(f"{cls.__name__}.{name}={value!r} is not one of its values{hint}")
+            hint = f"; expected {', '.join(most)} or {last}."
+        raise ConfigError(f"{cls.__name__}.{name}={value!r} is not a valid value{hint}")
     raise ConfigError(f"{cls.__name__}.{name} expects {_type_name(kind)}, got {value!r}.")
 
 
-def _fit(kind: Any, value: Any) -> tuple[Any, bool]:
+def _coerce(kind: Any, value: Any) -> tuple[Any, bool]:
+    """The value converted to the annotated type, and whether that succeeded."""
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
         return value, True
@@ -114,12 +115,12 @@ def _fit(kind: Any, value: Any) -> tuple[Any, bool]:
         value = "none" if value is None and "none" in args else value  # `key=none` may be the word
         return value, value in args
     if origin in (Union, types.UnionType):
-        return _fit_one_of(args, value)
+        return _coerce_to_union(args, value)
     if origin is tuple and isinstance(value, list | tuple):
         inner = [args[0]] * len(value) if args[1:] == (Ellipsis,) else list(args)
         if len(inner) != len(value):
             return value, False
-        parts = [_fit(k, v) for k, v in zip(inner, value, strict=True)]
+        parts = [_coerce(k, v) for k, v in zip(inner, value, strict=True)]
         return tuple(p for p, _ in parts), all(ok for _, ok in parts)
     if isinstance(kind, type) and issubclass(kind, Config):
         if isinstance(value, kind):
@@ -136,17 +137,17 @@ def _fit(kind: Any, value: Any) -> tuple[Any, bool]:
     return value, isinstance(value, origin or kind)
 
 
-def _fit_one_of(kinds: tuple[Any, ...], value: Any) -> tuple[Any, bool]:
+def _coerce_to_union(kinds: tuple[Any, ...], value: Any) -> tuple[Any, bool]:
     """Convert to the first type of a union that accepts the value."""
     first_error = None
     for kind in kinds:
         try:
-            fitted, ok = _fit(kind, value)
+            coerced, ok = _coerce(kind, value)
         except ConfigError as error:
             first_error = first_error or error
             continue
         if ok:
-            return fitted, True
+            return coerced, True
     if first_error is not None:
         raise first_error
     return value, False
@@ -161,12 +162,15 @@ def _options(kind: Any) -> list[str]:
 
 
 def _type_name(kind: Any) -> str:
+    names = {**TYPE_DESCRIPTIONS, bool: "true or false", str: "text"}
+    if kind in names:
+        return names[kind]
     return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, Config):
         return str(value) if hasattr(value, "from_text") else value.to_dict()
     if isinstance(value, tuple):
-        return [_plain(v) for v in value]
+        return [_to_plain(v) for v in value]
     return value

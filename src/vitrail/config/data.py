@@ -30,7 +30,7 @@ class DataConfig(Config):
     """Keeps related images in one split: a table's column, or a regular expression for relative paths. Images with
     the same match (or first capture group) form a group."""
     root: str | None = None
-    """Folder with built-in data sets, searched before the cache and the system's folder."""
+    """Folder with built-in datasets, searched before the cache and the system's folder."""
     image_column: str | None = None
     """A table's column of paths or bytes; None: detected by name and type."""
     label_column: str | None = None
@@ -54,16 +54,16 @@ class DataConfig(Config):
 
     def check(self) -> None:
         if self.held_out is not None and not 0 < self.held_out < 1:
-            raise ConfigError(f"held_out={self.held_out} is a fraction of the images: between 0 and 1.")
+            raise ConfigError(f"held_out={self.held_out}: expected a fraction of the images, between 0 and 1.")
         low, high = self.fraction_range
         if not 0 <= low < high <= 1:
             raise ConfigError(f"fraction={self.fraction}: expected 0.1, or a range such as 0.5,1.")
         if not 0 <= self.max_bad_fraction <= 1:
-            raise ConfigError(f"max_bad_fraction={self.max_bad_fraction} is a fraction: from 0 to 1.")
+            raise ConfigError(f"max_bad_fraction={self.max_bad_fraction}: expected a fraction from 0 to 1.")
         if self.repeats < 1:
             raise ConfigError(f"repeats={self.repeats}: expected 1 or more.")
         if self.workers is not None and self.workers < 0:
-            raise ConfigError(f"workers={self.workers}: 0 or more.")
+            raise ConfigError(f"workers={self.workers}: expected 0 or more.")
 
     @property
     def fraction_range(self) -> tuple[float, float]:
@@ -108,7 +108,7 @@ class AugmentConfig(Config):
     cutmix: float = 0.0
     """CutMix's alpha; 0: off."""
     mix_prob: float = 1.0
-    """Probability that an image is mixed; with both mixup and CutMix on, each has half of it."""
+    """Probability that an image is mixed; if mixup and CutMix are both on, each is used for half of these images."""
     mix_group: int = 8
     """Size of the groups of consecutive images within which images are mixed. It must divide
     each process's part of the batch; the result does not depend on the number of processes."""
@@ -118,21 +118,23 @@ class AugmentConfig(Config):
     def check(self) -> None:
         for name in ("flip", "erase", "mix_prob"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is a probability: from 0 to 1.")
+                raise ConfigError(f"{name}={getattr(self, name)}: expected a probability from 0 to 1.")
         for name in ("scale", "ratio", "erase_scale"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
                 raise ConfigError(f"{name}={low}, {high}: expected two positive numbers, the smaller one first.")
         if self.scale[1] > 1 or self.erase_scale[1] > 1:
-            raise ConfigError("scale and erase_scale are fractions of the area: at most 1.")
+            raise ConfigError(
+                f"scale={self.scale}, erase_scale={self.erase_scale}: expected fractions of the area, at most 1."
+            )
         if min(*self.color_jitter, self.mixup, self.cutmix, self.magnitude_std, self.pad, self.num_ops) < 0:
-            raise ConfigError("jitter, mixup, cutmix, magnitude_std, pad and layers are 0 or more.")
+            raise ConfigError("color_jitter, mixup, cutmix, magnitude_std, pad and num_ops must be 0 or more.")
         if self.mix_group < 2:
             raise ConfigError(f"mix_group={self.mix_group}: expected 2 or more images.")
         if self.color_jitter[3] > 0.5:
-            raise ConfigError(f"jitter's hue {self.color_jitter[3]} is a fraction of the color circle: at most 0.5.")
+            raise ConfigError(f"color_jitter's hue {self.color_jitter[3]}: expected at most 0.5 (of the color circle).")
         if not 0 <= self.magnitude <= 10:
-            raise ConfigError(f"magnitude={self.magnitude} is out of 10.")
+            raise ConfigError(f"magnitude={self.magnitude}: expected 0 to 10.")
 
     @property
     def mixes(self) -> bool:

@@ -26,13 +26,15 @@ class Duration(Config):
 
     def check(self) -> None:
         if not 0 <= self.count < math.inf:
-            raise ConfigError(f"a duration is 0 or more, got {self.count} {self.unit}.")
+            raise ConfigError(f"expected a duration of 0 or more, got {self.count} {self.unit}.")
 
     @classmethod
     def from_text(cls, text: str) -> Duration:
         match = DURATION_PATTERN.fullmatch(text)
         if match is None:
-            raise ConfigError(f"got {text!r}, expected a duration with its unit: 5 epochs, 10k steps or 1.2m images.")
+            raise ConfigError(
+                f"got {text!r}, expected a duration with a unit, such as 5 epochs, 10k steps or 1.2m images."
+            )
         count = float(match[1]) * MULTIPLIERS[match[2].lower()]
         return cls(count=count, unit=f"{match[3].lower()}s")  # type: ignore[arg-type]
 

@@ -99,8 +99,8 @@ NEW_VALUES: dict[tuple[str, str], dict[str, str]] = {
 """Section and field -> old value -> new value."""
 
 
-def current(document: Document, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A document with the field names of this release, without its version; FormatError for a newer version."""
+def upgrade(document: Document, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename the fields of a document to those of this release, and drop its version; FormatError if it is newer."""
     key = KEYS[document]
     if not isinstance(values, Mapping):
         raise TypeError(f"expected a JSON object, got {type(values).__name__}")
@@ -109,14 +109,14 @@ def current(document: Document, values: Mapping[str, Any]) -> dict[str, Any]:
         raise FormatError(f"got {key}={version!r}, expected at most {VERSION}; a newer vitrail wrote this file.")
     rest = {name: value for name, value in values.items() if name != key}
     if document == "run":  # early runs of version 2 have the old name, too
-        rest = _trackers(rest)
+        rest = _upgrade_trackers(rest)
     if version == VERSION and document != "export":  # as have early exports
         return rest
-    upgrade = {"run": _run, "model": _model, "result": _result, "features": _features}.get(document)
-    return upgrade(rest) if upgrade else _renamed(document, rest)
+    upgraders = {"run": _upgrade_run, "model": _upgrade_model, "result": _upgrade_result, "features": _upgrade_features}
+    return upgraders[document](rest) if document in upgraders else _rename_fields(document, rest)
 
 
-def _renamed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_fields(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     names = RENAMED[section]
     return {
         names.get(name, name): NEW_VALUES.get((section, name), {}).get(value, value)
@@ -126,22 +126,23 @@ def _renamed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _model(values: dict[str, Any]) -> dict[str, Any]:
-    network = _network(values["model"])
-    return _renamed("model", values) | {"model": network, "preprocess": _renamed("preprocess", values["preprocess"])}
+def _upgrade_model(values: dict[str, Any]) -> dict[str, Any]:
+    network = _upgrade_network(values["model"])
+    preprocess = _rename_fields("preprocess", values["preprocess"])
+    return _rename_fields("model", values) | {"model": network, "preprocess": preprocess}
 
 
-def _run(values: dict[str, Any]) -> dict[str, Any]:
-    found = _renamed("run", values)
+def _upgrade_run(values: dict[str, Any]) -> dict[str, Any]:
+    found = _rename_fields("run", values)
     for name, part in found.items():
         if isinstance(part, Mapping):
-            found[name] = _network(part) if name == "model" else _renamed(_section(name), part)
+            found[name] = _upgrade_network(part) if name == "model" else _rename_fields(_section(name), part)
     if "compare" in found:
-        found["compare"] = [_assignment(text) for text in found["compare"]]
+        found["compare"] = [_upgrade_override(text) for text in found["compare"]]
     return found
 
 
-def _trackers(values: dict[str, Any]) -> dict[str, Any]:
+def _upgrade_trackers(values: dict[str, Any]) -> dict[str, Any]:
     """`tensorboard: true` -> `trackers: ["tensorboard"]`."""
     if "tensorboard" not in values:
         return values
@@ -149,22 +150,22 @@ def _trackers(values: dict[str, Any]) -> dict[str, Any]:
     return {"trackers": ["tensorboard"] if values["tensorboard"] else [], **rest}
 
 
-def _result(values: dict[str, Any]) -> dict[str, Any]:
-    found = _renamed("result", values)
-    return found | {"comparisons": [_result(other) for other in found.get("comparisons", [])]}
+def _upgrade_result(values: dict[str, Any]) -> dict[str, Any]:
+    found = _rename_fields("result", values)
+    return found | {"comparisons": [_upgrade_result(other) for other in found.get("comparisons", [])]}
 
 
-def _features(values: dict[str, Any]) -> dict[str, Any]:
-    found = _renamed("features", values)
+def _upgrade_features(values: dict[str, Any]) -> dict[str, Any]:
+    found = _rename_fields("features", values)
     if isinstance(found.get("preprocess"), Mapping):
-        found["preprocess"] = _renamed("preprocess", found["preprocess"])
+        found["preprocess"] = _rename_fields("preprocess", found["preprocess"])
     return found
 
 
-def _network(values: Mapping[str, Any]) -> dict[str, Any]:
-    found = _renamed("vit" if "depth" in values else "bit", values)
+def _upgrade_network(values: Mapping[str, Any]) -> dict[str, Any]:
+    found = _rename_fields("vit" if "depth" in values else "bit", values)
     if isinstance(found.get("stem"), Mapping):
-        found["stem"] = _renamed("stem", found["stem"])
+        found["stem"] = _rename_fields("stem", found["stem"])
     return found
 
 
@@ -172,7 +173,7 @@ def _section(name: str) -> str:
     return name if name in RENAMED else f"run.{name}"
 
 
-def _assignment(text: str) -> str:
+def _upgrade_override(text: str) -> str:
     """`model.heads=4` -> `model.num_heads=4`."""
     path, equals, value = text.partition("=")
     *outer, name = path.split(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,3 +67,30 @@ class PreprocessConfig(Config):
     def channels(self) -> int:
         """1 gray, 3 RGB, 4 RGBA."""
         return len(self.mean)
+
+
+def preprocess_for_size(
+    preprocess: PreprocessConfig, size: tuple[int, int], channels: int, crop: Callable[[int], float] | None = None
+) -> PreprocessConfig:
+    """Adapt preprocessing to an image size and number of channels.
+
+    `crop` gives the crop ratio for a side length; without it, the current ratio is kept. For a crop that is not square,
+    the image is resized to just cover it: resizing the short side alone would require padding.
+    """
+    if preprocess.resize == "short" and size[0] != size[1]:
+        preprocess = preprocess.replace(resize_to=None)
+    elif preprocess.resize_to is not None:
+        crop_ratio = crop(min(size)) if crop else min(pair(preprocess.image_size)) / preprocess.resize_to
+        preprocess = preprocess.replace(resize_to=max(int(min(size) / crop_ratio + 1e-9), 1))
+    return preprocess_for_channels(preprocess.replace(image_size=size), channels)
+
+
+def preprocess_for_channels(preprocess: PreprocessConfig, channels: int) -> PreprocessConfig:
+    """Adapt mean and std to a number of channels: averaged for one channel, repeated in turn for more than three."""
+    mean, std = preprocess.mean, preprocess.std
+    if channels == len(mean):
+        return preprocess
+    if channels == 1:
+        return preprocess.replace(mean=(sum(mean) / len(mean),), std=(sum(std) / len(std),))
+    turns = [i % len(mean) for i in range(channels)]
+    return preprocess.replace(mean=tuple(mean[i] for i in turns), std=tuple(std[i] for i in turns))

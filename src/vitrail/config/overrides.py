@@ -67,14 +67,14 @@ def _apply_overrides(config: Config, changes: Iterable[Change], root: Config, se
         whole = f"{section}{'.'.join((name, *rest))}"
         if name not in known:
             hint = suggest_setting(root, whole, value) or did_you_mean(name, known)
-            raise ConfigError(f"no setting {whole!r}: {type(config).__name__} has no {name!r}{hint}")
+            raise ConfigError(f"unknown setting {whole!r}{hint}")
         part = getattr(config, name)
         if not rest:
             values[name] = value
         elif isinstance(part, Config):
             inner.setdefault(name, []).append((rest, value))
         else:
-            raise ConfigError(f"no setting {whole!r}: {name!r} is {part!r}, which has no parts.")
+            raise ConfigError(f"unknown setting {whole!r}: {name!r} is {part!r}, a single value.")
     for name, parts in inner.items():
         values[name] = _apply_overrides(getattr(config, name), parts, root, f"{section}{name}.")
     try:

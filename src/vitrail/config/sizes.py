@@ -33,7 +33,7 @@ DINOV2_G = Size(1536, 40, 24, 4096)
 SIGLIP2_G = Size(1536, 40, 16, 6144)
 
 
-def vit(variant: str, **changes: Any) -> ViTConfig:
+def vit_config(variant: str, **changes: Any) -> ViTConfig:
     """The config of a size and patch size such as "S/16", with the original's conventions and fields changed."""
     name, _, patch = variant.partition("/")
     if name not in SIZES or not patch.isdecimal():

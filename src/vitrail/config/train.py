@@ -22,8 +22,8 @@ class ClassifyConfig(Config):
     """Supervised classification."""
 
     loss: Literal["softmax", "sigmoid"] = "softmax"
-    """Softmax cross-entropy, or a binary cross-entropy for each class, summed over the classes. Multi-label
-    data always uses the second."""
+    """softmax: cross-entropy; sigmoid: a binary cross-entropy for each class, summed over the classes.
+    Multi-label data always uses sigmoid."""
     label_smoothing: float = 0.0
     """Fraction of the target spread evenly over all classes."""
     class_weights: Literal["none", "balanced"] = "none"
@@ -31,7 +31,9 @@ class ClassifyConfig(Config):
 
     def check(self) -> None:
         if not 0 <= self.label_smoothing < 1:
-            raise ConfigError(f"label_smoothing={self.label_smoothing} is a fraction: 0 or more, less than 1.")
+            raise ConfigError(
+                f"label_smoothing={self.label_smoothing}: expected a fraction, at least 0 and less than 1."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,8 @@ class MaskedPatchConfig(Config):
             or self.mask_token_prob + self.random_patch_prob > 1
         ):
             raise ConfigError(
-                "mask_ratio is in (0, 1]; mask_token_prob and random_patch_prob are 0 or more and at most 1 together."
+                "mask_ratio must be above 0 and at most 1; mask_token_prob and random_patch_prob must be 0 or more and "
+                "at most 1 in total."
             )
 
 
@@ -68,13 +71,13 @@ class DistillConfig(Config):
     kind: Literal["hard", "soft"] = "hard"
     """hard: the teacher's predicted class as the label; soft: its probabilities."""
     alpha: float = 0.5
-    """Weight of the teacher in the loss; the labels have 1 - alpha."""
+    """Weight of the teacher's loss; the loss on the labels has weight 1 - alpha."""
     temperature: float = 3.0
     """Temperature of the soft probabilities."""
 
     def check(self) -> None:
         if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"alpha={self.alpha} is the weight of the teacher in the loss: from 0 to 1.")
+            raise ConfigError(f"alpha={self.alpha}: expected the weight of the teacher's loss, from 0 to 1.")
         if self.temperature <= 0:
             raise ConfigError(f"temperature={self.temperature} must be positive.")
 
@@ -108,21 +111,22 @@ class OptimConfig(Config):
     trainable: Literal["all", "head"] | int = "all"
     """Trainable parameters: all, the head only, or the head and this number of last blocks."""
     head_lr_factor: float = 1.0
-    """Factor on the head's learning rate."""
+    """Factor by which the head's learning rate is multiplied."""
 
     def check(self) -> None:
         if self.lr <= 0 or self.eps <= 0 or self.head_lr_factor <= 0:
-            raise ConfigError("lr, eps and head_lr_factor must be positive.")
+            values = f"lr={self.lr:g}, eps={self.eps:g}, head_lr_factor={self.head_lr_factor:g}"
+            raise ConfigError(f"{values}: expected positive numbers.")
         if self.grad_clip is not None and self.grad_clip <= 0:
             raise ConfigError(f"grad_clip={self.grad_clip} must be positive, or none.")
         if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
-            raise ConfigError(f"layer_decay={self.layer_decay} is in (0, 1], or none.")
+            raise ConfigError(f"layer_decay={self.layer_decay}: expected a number above 0 and at most 1, or none.")
         if self.weight_decay < 0 or not all(0 <= b < 1 for b in (*self.betas, self.momentum or 0.0)):
-            raise ConfigError("weight_decay is 0 or more; betas and momentum are in [0, 1).")
+            raise ConfigError("weight_decay must be 0 or more; betas and momentum must be at least 0 and less than 1.")
         if self.kind == "adamw" and (self.momentum is not None or self.nesterov):
-            raise ConfigError("momentum and nesterov are for sgd and muon; AdamW has betas.")
+            raise ConfigError("momentum and nesterov are only for sgd and muon; for adamw, set betas.")
         if isinstance(self.trainable, int) and self.trainable < 0:
-            raise ConfigError(f"trainable={self.trainable} counts blocks: 0 or more.")
+            raise ConfigError(f"trainable={self.trainable}: expected a number of blocks, 0 or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +146,9 @@ class ScheduleConfig(Config):
 
     def check(self) -> None:
         if not 0 <= self.min_lr_ratio <= 1:
-            raise ConfigError(f"min_lr_ratio={self.min_lr_ratio} is a fraction of the peak learning rate: from 0 to 1.")
+            raise ConfigError(
+                f"min_lr_ratio={self.min_lr_ratio}: expected a fraction of the peak learning rate, from 0 to 1."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,32 +240,36 @@ class TrainConfig(Config):
         for callback in self.callbacks:
             _check_name("callbacks", callback, (), "callbacks")
         if self.model is None and self.init_from is None:
-            raise ConfigError("a run needs a model: a network's config, or init_from=CHECKPOINT.")
+            raise ConfigError("a run needs a model: set model to a network's config, or init_from to a checkpoint.")
         if not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"seed={self.seed} is too large; expected a number of 64 bits.")
+            raise ConfigError(f"seed={self.seed}: expected a 64-bit integer.")
         if isinstance(self.batch_size, int) and self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size}: one image or more.")
+            raise ConfigError(f"batch_size={self.batch_size}: expected 1 or more, or auto.")
         if self.grad_accum_steps < 1:
-            raise ConfigError(f"grad_accum_steps={self.grad_accum_steps}: 1 or more.")
+            raise ConfigError(f"grad_accum_steps={self.grad_accum_steps}: expected 1 or more.")
         if self.ema is not None and not 0 < self.ema < 1:
-            raise ConfigError(f"ema={self.ema} is between 0 and 1, or none.")
+            raise ConfigError(f"ema={self.ema}: expected a number between 0 and 1, or none.")
         for name in ("log_every", "evaluate_every", "checkpoint_every", "snapshot_every", "duration"):
             if getattr(self, name) is not None and not getattr(self, name):
                 raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)}.")
         if self.patience is not None and self.patience < 1:
-            raise ConfigError(f"patience={self.patience}: 1 or more evaluations, or none.")
+            raise ConfigError(f"patience={self.patience}: expected 1 or more evaluations, or none.")
         if self.classify.class_weights == "balanced" and self.data.order == "balanced":
             raise ConfigError(
-                "data.order=balanced shows classes equally often already: classify.class_weights=none with it."
+                "data.order=balanced already samples all classes equally often; set classify.class_weights=none."
             )
         if self.batch_size == "auto" and self.parallel == "fsdp":
-            raise ConfigError("batch_size=auto tries the whole model on one device; with parallel=fsdp give a number.")
+            raise ConfigError(
+                "batch_size=auto measures the whole model on one device; with parallel=fsdp, give a number."
+            )
         if self.objective == "distill" and self.distill.teacher is None:
             raise ConfigError("objective=distill needs distill.teacher: a checkpoint, a model's name or a hub id.")
         if self.objective == "masked-patch" and not isinstance(self.model, ViTConfig | None):
-            raise ConfigError("masked patches need a ViT: a BiT has none.")
+            raise ConfigError("objective=masked-patch needs a ViT; a BiT has no patches.")
         if self.data.source.startswith("stream:") and self.data.order == "balanced":
-            raise ConfigError("a plain stream cannot be balanced: its labels are not known before; use shards:.")
+            raise ConfigError(
+                "data.order=balanced is not possible with stream:, whose labels are not known in advance; try shards:."
+            )
 
 
 def _check_name(setting: str, name: str, builtin: tuple[str, ...], group: str) -> None:
@@ -271,4 +281,4 @@ def _check_name(setting: str, name: str, builtin: tuple[str, ...], group: str) -
         hint = (
             did_you_mean(name, known) if known else f"; no installed package adds one (entry points vitrail.{group})."
         )
-        raise ConfigError(f"TrainConfig.{setting}={name!r} is not one of its values{hint}")
+        raise ConfigError(f"TrainConfig.{setting}={name!r} is not a valid value{hint}")

@@ -79,7 +79,7 @@ def training_batches(
     bad = BadImages(source.name, len(source), config.max_bad_fraction)
     options["bad"] = bad
     sharing = _memory_sharers(device, world_size)
-    resident_transform = resident.choose_transform(
+    resident_transform = resident.choose_resident_transform(
         source, config=config, augment=augment, preprocess=preprocess, device=device, num_sharing=sharing
     )
     indices = np.arange(len(source))
@@ -178,9 +178,9 @@ def _load_resident(
 def _describe_resident(loaded: resident.ResidentImages, transform: Transform, augment: AugmentConfig) -> str:
     n, _, height, width = loaded.images.shape
     size = resident.format_bytes(loaded.images.numel() * loaded.images.element_size())
-    note = f"{n:,} images of {height} x {width} are kept on {loaded.images.device} ({size})"
+    note = f"{n:,} images of {height} x {width} pixels are kept on {loaded.images.device} ({size})"
     if augment.crop == "resized" and not isinstance(transform, OriginalPixels):
-        note += ", with evaluation's preprocessing: random crops are taken from that"
+        note += ", preprocessed as in evaluation; random crops are taken from the result"
     return note
 
 

@@ -87,7 +87,7 @@ def open_image(image: ImageLike, channels: int = 3) -> Image.Image:
     name = _describe(image)
     if channels not in PILLOW_MODES:
         raise ImageError(
-            f"{name} cannot be given {channels} channels; expected 1 (gray), 3 (RGB) or 4 (RGBA), "
+            f"{name} cannot be converted to {channels} channels; expected 1 (gray), 3 (RGB) or 4 (RGBA), "
             f"or a uint8 array H W {channels}."
         )
     if isinstance(image, np.ndarray | Tensor):
@@ -238,7 +238,7 @@ def _open_stream(image: str | Path | bytes) -> IO[bytes]:
             raise ImageError(f"{path} is not a regular file; read it yourself and pass the bytes.")
         return Path(path).open("rb")
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(f"no file {path} (looked from {Path.cwd()}).") from None
+        raise NotFoundError(f"no such file: {path} (in {Path.cwd()}).") from None
     except ImageError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
@@ -256,7 +256,7 @@ def _identify(stream: IO[bytes], name: str) -> Image.Image:
         except UnidentifiedImageError:
             raise ImageError(f"{name} is not an image: {_guess_content(start)}.") from None
     if image.format in SCRIPT_FORMATS:
-        raise ImageError(f"{name} is {image.format}, which is a program; convert it to PNG first.")
+        raise ImageError(f"{name} is {image.format}, a program that draws an image; convert it to PNG first.")
     return image
 
 
@@ -427,7 +427,7 @@ def _guess_content(start: bytes) -> str:
 
 
 def _damaged(error: Exception, name: str) -> ImageError:
-    return ImageError(f"{name} cannot be read: {_reason(error)}; it may be damaged, copy or download it again.")
+    return ImageError(f"{name} cannot be read: {_reason(error)}. It may be damaged: copy or download it again.")
 
 
 def _too_many_pixels(error: Exception, name: str) -> ImageError:

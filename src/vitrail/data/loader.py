@@ -110,12 +110,12 @@ class ResidentLoader(Loader):
         self,
         resident_images: resident.ResidentImages,
         source_indices: Indices,  # of the images in the rows
-        rows_for: Callable[[int], Indices],
+        rows_of_step: Callable[[int], Indices],
         target_table: TargetTable,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.rows_for, self.source_indices = rows_for, source_indices
+        self.rows_of_step, self.source_indices = rows_of_step, source_indices
         self.shape, self.images = (
             resident_images.images.shape[1:],
             resident_images.images.flatten(1),
@@ -125,7 +125,7 @@ class ResidentLoader(Loader):
         self.weights = torch.from_numpy(weights.astype(np.float32)).to(self.device)
 
     def _load_batch(self, step: int) -> Batch:
-        rows = self.rows_for(step)
+        rows = self.rows_of_step(step)
         present = rows >= 0
         at = torch.from_numpy(np.maximum(rows, 0)).to(self.device, non_blocking=self.device.type == "cuda")
         images, targets, weights = (t.index_select(0, at) for t in (self.images, self.targets, self.weights))
@@ -144,13 +144,13 @@ class WorkerLoader(Loader):
         self,
         pool: Pool,
         source: Source,
-        rows_for: Callable[[int], tuple[Indices, rng.Seeds]],
+        rows_of_step: Callable[[int], tuple[Indices, rng.Seeds]],
         target_table: TargetTable,
         on_errors: Callable[[WorkerLoader], None],
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.pool, self.source, self.rows_for, self.target_table = pool, source, rows_for, target_table
+        self.pool, self.source, self.rows_of_step, self.target_table = pool, source, rows_of_step, target_table
         self.on_errors = on_errors
         """Called when a batch has unreadable images; may raise."""
         self.next_submitted = self.step
@@ -160,7 +160,7 @@ class WorkerLoader(Loader):
 
     def _submit(self) -> None:
         while self.pool.has_room and self.next_submitted < self.stop_step:
-            self.pool.submit(*self.rows_for(self.next_submitted))
+            self.pool.submit(*self.rows_of_step(self.next_submitted))
             self.next_submitted += 1
 
     def _load_batch(self, step: int) -> Batch:

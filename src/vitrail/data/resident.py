@@ -1,6 +1,6 @@
 """Small datasets: decoded once and kept on the device as one uint8 tensor.
 
-    choose_transform    the transform to decode a source's images with, or None if they should not be kept
+    choose_resident_transform    the transform to decode a source's images with, or None if they should not be kept
     load                decode all images with that transform
 
 Images of one size are kept unchanged (CIFAR: 32 x 32), and random crops are taken on the device. Without
@@ -58,7 +58,7 @@ class ResidentImages:
     """Index of each unreadable image -> reason; its pixels are zero."""
 
 
-def choose_transform(
+def choose_resident_transform(
     source: Source,
     *,
     config: DataConfig,

@@ -53,7 +53,7 @@ class Sampler:
         self.seed, self.mode, self.repeats = seed, mode, repeats
         self.size = images if isinstance(images, int) else len(images)
         if self.size < 1:
-            raise DataError("there are no images to learn from.")
+            raise DataError("there are no training images.")
         if mode == "balanced":
             self._members, self._starts, self._counts = _group_by_class(images)
         self.blocks = None if mode == "balanced" or blocks is None else tuple(n for n in blocks if n)
@@ -129,7 +129,7 @@ def _group_by_class(targets: int | npt.NDArray[np.int64]) -> tuple[Indices, Indi
 
 
 def permute_each(positions: Indices, sizes: Indices, seeds: rng.Seeds) -> Indices:
-    """`rng.permute_indices` for each position in a permutation of its own size and seed: n, n, n -> n."""
+    """Map each position through a random permutation with a size and a seed of its own: n, n, n -> n."""
     permuted = np.empty_like(positions)
     small = sizes <= rng.MAX_SORTED_SIZE
     for size in np.unique(sizes[small]).tolist():  # sorted, since a Feistel network is biased here

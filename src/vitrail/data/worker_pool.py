@@ -189,8 +189,8 @@ def make_pool(
     options["task_rows"] = max(1, min(MAX_TASK_ROWS, rows // (4 * max(workers, 1))))
     if workers == 0:
         return InlinePool(fill_rows, **options)
-    forks = sys.platform == "linux" and not multiprocessing.current_process().daemon
-    pool_type = ProcessPool if forks and not threads else ThreadPool
+    can_fork = sys.platform == "linux" and not multiprocessing.current_process().daemon
+    pool_type = ProcessPool if can_fork and not threads else ThreadPool
     return pool_type(fill_rows, workers, **options)
 
 

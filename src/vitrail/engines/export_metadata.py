@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from vitrail.config import Pair, ViTConfig, pair
-from vitrail.config.format_version import VERSION, current
+from vitrail.config.format_version import VERSION, upgrade
 from vitrail.data.preprocess import Preprocess
 from vitrail.engines.exported_files import check_supported
 from vitrail.errors import ConfigError, FormatError
@@ -115,7 +115,7 @@ class ExportMetadata:
         if values.get("format") != "vitrail-export" or "version" not in values:
             got = f"format={values.get('format')!r}, version={values.get('version')!r}"
             raise FormatError(f"expected format='vitrail-export' and a version, got {got}.")
-        values = current("export", values)
+        values = upgrade("export", values)
         batch_size, parameters = values["input"]["shape"][0], values.get("parameters")
         for number in (batch_size, parameters):
             if number is not None and type(number) is not int:

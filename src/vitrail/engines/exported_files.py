@@ -28,9 +28,9 @@ UNSUPPORTED = {
 def check_supported(to: str, precision: str) -> None:
     """Raise ConfigError if the format or precision is unknown, or the combination is not supported."""
     if to not in SUFFIXES:
-        raise ConfigError(f"no export format {to!r}{did_you_mean(to, SUFFIXES)}")
+        raise ConfigError(f"unknown export format {to!r}{did_you_mean(to, SUFFIXES)}")
     if precision not in PRECISIONS:
-        raise ConfigError(f"unknown precision {precision!r} of an export{did_you_mean(precision, PRECISIONS)}")
+        raise ConfigError(f"unknown export precision {precision!r}{did_you_mean(precision, PRECISIONS)}")
     if (to, precision) in UNSUPPORTED:
         raise ConfigError(f"{to} does not support {precision}: {UNSUPPORTED[to, precision]}.")
 

@@ -194,7 +194,7 @@ def _combine_processes(
     samples = _samples(own, multi_label)
     count, total, num_labeled, num_top1, num_top5 = sums.tolist()
     if count == 0:
-        raise DataError("there is no labeled image to measure on; check the data and its labels.")
+        raise DataError("there are no labeled images to evaluate; check the data and its labels.")
     low, high = wilson_interval(num_top1, num_labeled)
     return Scores(
         top1=num_top1 / num_labeled if num_labeled else math.nan,

@@ -172,9 +172,9 @@ def _check_all_matched(source: Source, outputs: Ints, labels: Sequence[str] | No
     matched = "none" if len(unmatched) == present else f"{present - len(unmatched):,}"
     others = "" if labels is None else f", such as {', '.join(labels[:MAX_LISTED])}"
     raise DataError(
-        f"the model has {matched} of the {present:,} classes of {source.name} (not {listed}); it has {num_outputs:,} "
-        f"outputs{others}. Use data with those classes, name the outputs with --labels FILE, or train the model on "
-        "these classes with vitrail finetune."
+        f"the model has {matched} of the {present:,} classes of {source.name} (missing: {listed}); it has "
+        f"{num_outputs:,} outputs{others}. Use data with the model's classes, name the outputs with --labels FILE, or "
+        "train the model on the classes of the data with vitrail finetune."
     )
 
 

@@ -129,7 +129,7 @@ def _result(path: Path, spec: FeatureSpec, written: bool) -> EmbedResult:
 def _select_splits(parts: SourceSplits, config: DataConfig, split: str) -> dict[str, Source]:
     """The requested splits, by name."""
     if split not in SPLITS:
-        raise ConfigError(f"there is no split {split!r}{did_you_mean(split, SPLITS)}")
+        raise ConfigError(f"unknown split {split!r}{did_you_mean(split, SPLITS)}")
     if hasattr(parts.train, "samples"):
         raise DataError(f"{config.source} is a stream, whose images have no indices to resume from; try shards:.")
     warn_once(parts.notes, about=config.source)

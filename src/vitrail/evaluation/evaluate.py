@@ -102,17 +102,17 @@ def evaluate(
     those of `load`; a `Model` stays on its device unless `device` is given.
     """
     if protocol not in PROTOCOLS:
-        raise ConfigError(f"there is no protocol {protocol!r}{did_you_mean(protocol, PROTOCOLS)}")
+        raise ConfigError(f"unknown protocol {protocol!r}{did_you_mean(protocol, PROTOCOLS)}")
     if bins < 1 or (batch_size is not None and batch_size < 1):
         raise ConfigError(f"bins={bins}, batch_size={batch_size}: expected 1 or more.")
     config = DataConfig(source=data, root=root, skip_bad=skip_bad, workers=workers)
     device = device or (str(model.device) if isinstance(model, Model) else "auto")
     with DistributedContext.from_env(device) as distributed, log_on_main_process():
-        vit, source = _first_process_first(
-            distributed, lambda: _opened(model, config, held_out, dtype=dtype, **options)
+        vit, source = _open_on_main_process_first(
+            distributed, lambda: _open_model_and_source(model, config, held_out, dtype=dtype, **options)
         )
         _check_model(vit, distributed.device)
-        sizes = _sizes(vit, image_size)
+        sizes = _resolve_image_sizes(vit, image_size)
         labels = labels_for_matching(vit.info, source)
         match = match_classes(
             source,
@@ -154,7 +154,7 @@ def evaluate(
     )
 
 
-def _first_process_first(
+def _open_on_main_process_first(
     distributed: DistributedContext, open_both: Callable[[], tuple[Model, Source]]
 ) -> tuple[Model, Source]:
     """Open in the first process, which downloads and indexes once, then in the others. Errors are raised in all."""
@@ -170,53 +170,55 @@ def _first_process_first(
     return found or open_both()
 
 
-def _opened(model: str | Path | Model, config: DataConfig, held_out: bool, **options: Any) -> tuple[Model, Source]:
-    """The model, and the split of the data to measure."""
+def _open_model_and_source(
+    model: str | Path | Model, config: DataConfig, held_out: bool, **options: Any
+) -> tuple[Model, Source]:
+    """Open the model, and the source to measure."""
     vit = model if isinstance(model, Model) else load(model, **options)
-    return vit, open_data(config).validation if held_out else _part(config, vit)
+    return vit, open_data(config).validation if held_out else _evaluation_source(config, vit)
 
 
-def _part(config: DataConfig, vit: Model) -> Source:
-    """The test split, else the validation split, else all images."""
-    parts = open_source_splits(config)
-    warn_once(parts.notes, about=config.source)
-    found = parts.evaluation_source
+def _evaluation_source(config: DataConfig, model: Model) -> Source:
+    """The source to measure: the test split, else the validation split, else all images."""
+    splits = open_source_splits(config)
+    warn_once(splits.notes, about=config.source)
+    found = splits.evaluation_source
     if isinstance(found, ShardStream):
         raise DataError(f"{config.source} is a stream, which cannot be evaluated; try shards: instead of stream:.")
     if not len(found):
-        raise DataError(f"{config.source} has no images to measure.")
-    if not parts.has_eval_split and vit.info.trained_by_vitrail:
+        raise DataError(f"{config.source} has no images to evaluate.")
+    if not splits.has_eval_split and model.info.trained_by_vitrail:
         about = f"measuring all {len(found):,} images of {found.name}; if it was trained on them, use --held-out "
         warn_once([f"{about}to measure only those that training holds out"], about=config.source)
     return found
 
 
-def _check_model(vit: Model, device: torch.device) -> None:
-    if vit.info.task != "classify" or not vit.config.num_classes:
+def _check_model(model: Model, device: torch.device) -> None:
+    if model.info.task != "classify" or not model.config.num_classes:
         raise ModelError(
-            f"{vit.info.origin or 'the model'} has no classes, only features; measure them with vitrail probe, or "
+            f"{model.info.origin or 'the model'} has no classes, only features; measure them with vitrail probe, or "
             "train a classifier with vitrail finetune."
         )
-    if vit.dtype == torch.bfloat16 and device.type == "cpu":
+    if model.dtype == torch.bfloat16 and device.type == "cpu":
         check_bfloat16()
 
 
-def _sizes(vit: Model, requested: Pair | Sequence[Pair] | None) -> list[tuple[int, int]]:
+def _resolve_image_sizes(model: Model, requested: Pair | Sequence[Pair] | None) -> list[tuple[int, int]]:
     """The image sizes to measure at; impossible ones raise an error before any work is done."""
-    own = pair(vit.config.image_size)
+    native = pair(model.config.image_size)
     if requested is None:
-        return [pair(vit.info.preprocess.image_size)]
+        return [pair(model.info.preprocess.image_size)]
     given = [requested] if isinstance(requested, int | tuple) else list(requested)
     sizes = list(dict.fromkeys(pair(size) for size in given))
     if not sizes:
         raise ConfigError("image_size is empty; expected a size such as 224, or several: 160,224,288.")
     for size in sizes:
-        if size != pair(vit.info.preprocess.image_size):
-            vit.check_has_network()
-        config = vit.config.replace(image_size=size)
-        if isinstance(config, ViTConfig) and config.position == "relative" and size != own:
+        if size != pair(model.info.preprocess.image_size):
+            model.check_has_network()
+        config = model.config.replace(image_size=size)
+        if isinstance(config, ViTConfig) and config.position == "relative" and size != native:
             raise ModelError(
-                f"relative positions cannot be resampled from {_format_size(own)} to {_format_size(size)}; "
+                f"relative positions cannot be resampled from {_format_size(native)} to {_format_size(size)}; "
                 "omit --image-size."
             )
     return sizes
@@ -234,7 +236,7 @@ def _real_outputs(
     return valid_outputs(keys, labels, outputs), [note] if note else []
 
 
-def _caveats(source: Source, vit: Model) -> list[str]:
+def _caveats(source: Source, model: Model) -> list[str]:
     """Limitations of the result."""
     notes = []
     targets = source.targets
@@ -243,7 +245,7 @@ def _caveats(source: Source, vit: Model) -> list[str]:
     if len(present) == 1:
         name = source.labels[present[0]]
         notes.append(f"all images have one class, {name!r}: accuracy says nothing about the other classes")
-    if source.multi_label and not vit.info.multi_label:
+    if source.multi_label and not model.info.multi_label:
         notes.append(
             "the data is multi-label and the model single-label: each output is read as a separate probability"
         )
@@ -251,11 +253,11 @@ def _caveats(source: Source, vit: Model) -> list[str]:
 
 
 def _evaluate_at_size(
-    vit: Model, size: tuple[int, int], task: _EvaluationTask, first: SizeResult | None
+    model: Model, size: tuple[int, int], task: _EvaluationTask, first: SizeResult | None
 ) -> tuple[SizeResult, dict[str, str]]:
     """The result at one image size, and the unreadable images."""
     distributed, source = task.distributed, task.source
-    net, preprocess = _resize_model(vit, size)
+    net, preprocess = _resize_model(model, size)
     net = net.to(distributed.device)
     several_processes = distributed.world_size > 1
     with NetworkTimer(net) as timer:
@@ -275,7 +277,7 @@ def _evaluate_at_size(
                 preprocess=preprocess,
                 num_classes=len(task.match.labels),
                 multi_label=source.multi_label,
-                loss="sigmoid" if vit.info.multi_label else "softmax",
+                loss="sigmoid" if model.info.multi_label else "softmax",
                 reduce=distributed.all_reduce if several_processes else None,
                 gather=distributed.all_gather_rows if several_processes else None,
                 flip=task.flip,
@@ -296,14 +298,14 @@ def _real_accuracy(samples: SampleResults, valid: list[list[int] | None]) -> Rea
     return real_accuracy(samples, [valid[i] for i in samples.index])
 
 
-def _resize_model(vit: Model, size: tuple[int, int]) -> tuple[nn.Module, Preprocess]:
+def _resize_model(model: Model, size: tuple[int, int]) -> tuple[nn.Module, Preprocess]:
     """A copy of the network for another image size, and its preprocessing; the model is not changed."""
-    if isinstance(vit, EngineModel):
-        return EngineModule(vit), PixelPreprocess(vit.info.preprocess)
-    if size == pair(vit.info.preprocess.image_size):
-        return vit.net, Preprocess(vit.info.preprocess)
-    net, info = adapt_model(vit.net, vit.info.replace(notes=()), image_size=size)
-    warn_once(info.notes, about=vit.info.origin)
+    if isinstance(model, EngineModel):
+        return EngineModule(model), PixelPreprocess(model.info.preprocess)
+    if size == pair(model.info.preprocess.image_size):
+        return model.net, Preprocess(model.info.preprocess)
+    net, info = adapt_model(model.net, model.info.replace(notes=()), image_size=size)
+    warn_once(info.notes, about=model.info.origin)
     return net, Preprocess(info.preprocess)
 
 

@@ -74,7 +74,7 @@ class FeatureFile:
 
     def _stored_settings(self) -> dict[str, Any]:
         """The settings of the existing parts."""
-        return format_version.current("features", json.loads((self.parts_folder / "settings.json").read_text()))
+        return format_version.upgrade("features", json.loads((self.parts_folder / "settings.json").read_text()))
 
     def _versioned_settings(self) -> dict[str, Any]:
         return {format_version.KEYS["features"]: format_version.VERSION, **self.settings}
@@ -169,7 +169,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
         metadata = None
     if metadata is None:
         raise DataError(f"{path} is not a feature file; create one with vitrail embed.")
-    return format_version.current("features", json.loads(metadata))
+    return format_version.upgrade("features", json.loads(metadata))
 
 
 def read_features(paths: Sequence[Path]) -> tuple[Features, Features]:

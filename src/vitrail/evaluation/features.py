@@ -41,7 +41,7 @@ class FeatureSpec:
 
     def __post_init__(self) -> None:
         if self.pool not in POOLS:
-            raise ConfigError(f"no pooling is called {self.pool!r}{did_you_mean(self.pool, POOLS)}")
+            raise ConfigError(f"unknown pooling {self.pool!r}{did_you_mean(self.pool, POOLS)}")
 
     def __str__(self) -> str:
         if not self.layers:

@@ -110,7 +110,9 @@ def _outputs_by_synset(synsets: Synsets) -> tuple[list[int], str]:
         known, note = tuple(sorted(synsets)), "the outputs' 1,000 WordNet IDs are assumed to be ImageNet-1k's"
     output_of = {number: k for k, number in enumerate(synsets)}
     if not output_of.keys() & set(known):
-        raise DataError(f"none of the model's {len(synsets):,} outputs is an ImageNet-1k class; ReaL needs some.")
+        raise DataError(
+            f"none of the model's {len(synsets):,} outputs is an ImageNet-1k class; ImageNet-ReaL needs at least one."
+        )
     return [output_of.get(number, -1) for number in known], note
 
 

@@ -154,7 +154,7 @@ def mean_of_proportions(
     return percentile_interval(float(values.mean()), drawn.mean(1))
 
 
-def bootstrap_map(
+def bootstrap_mean_average_precision(
     truth: npt.NDArray[np.bool_], scores: Floats, value: float, *, resamples: int = RESAMPLES, seed: int = SEED
 ) -> Estimate:
     """The interval of `value`, the mean average precision over classes; `truth` and `scores` are N K.

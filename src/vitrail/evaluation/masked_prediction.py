@@ -62,6 +62,6 @@ def measure_masked_prediction(
     sums = torch.stack(parts).cpu().double().sum(0)  # the only synchronization with a GPU
     count, *totals = (sums if reduce is None else reduce(sums)).tolist()
     if count == 0:
-        raise DataError("there is no readable image to measure on.")
+        raise DataError("there are no readable images to evaluate.")
     means = {name: total / count for name, total in zip(names, totals, strict=True)}
     return MaskedPredictionScores(loss=means["loss"], accuracy=means.get("correct"), count=int(count))

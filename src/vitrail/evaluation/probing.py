@@ -84,7 +84,7 @@ class ProbeSettings:
     def __post_init__(self) -> None:
         for method in self.methods:
             if method not in METHODS:
-                raise ConfigError(f"there is no probing method {method!r}{did_you_mean(method, METHODS)}")
+                raise ConfigError(f"unknown probing method {method!r}{did_you_mean(method, METHODS)}")
         if self.num_seeds < 1:
             raise ConfigError(f"seeds={self.num_seeds}: expected at least 1.")
         for name, given in (("shots", self.shots), ("k", self.ks)):

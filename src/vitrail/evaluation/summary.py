@@ -12,8 +12,8 @@ from vitrail.evaluation.calibration import Calibration, calibration_gaps, json_n
 from vitrail.evaluation.imagenet_real import RealAccuracy
 from vitrail.evaluation.intervals import (
     Estimate,
-    bootstrap_map,
     bootstrap_mean,
+    bootstrap_mean_average_precision,
     bootstrap_statistics,
     paired_difference,
     proportion,
@@ -160,7 +160,7 @@ def summarize(
     assert samples.loss is not None
     labeled = samples.truth.any(1) if precisions is not None else np.ones(len(samples), bool)
     correct = samples.rank < 1
-    map_: Estimate | None = None
+    mean_ap: Estimate | None = None
     error: Estimate | None = None
     if precisions is None:
         losses = samples.loss[:, None], lambda sums: sums[..., 0] / len(samples)
@@ -169,14 +169,14 @@ def summarize(
         loss = bootstrap_mean(samples.loss)
         assert samples.scores is not None
         value = scores.mean_average_precision
-        map_ = bootstrap_map(samples.truth, samples.scores, np.nan if value is None else value)
+        mean_ap = bootstrap_mean_average_precision(samples.truth, samples.scores, np.nan if value is None else value)
     return SizeResult(
         image_size=image_size,
         top1=proportion(int(correct.sum()), int(labeled.sum())),
         top5=proportion(int((samples.rank < 5).sum()), int(labeled.sum())) if num_outputs > 5 else None,
         loss=loss,
         calibration=measure_calibration(samples.score, correct, bins, error) if precisions is None else None,
-        mean_average_precision=map_,
+        mean_average_precision=mean_ap,
         real=real,
         top1_change=None if first is None else _top1_change(samples, first),
         per_class=measure_per_class(samples, num_outputs, precisions),

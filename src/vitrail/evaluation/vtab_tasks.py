@@ -89,7 +89,7 @@ def select_tasks(texts: Sequence[str]) -> tuple[Task, ...]:
     known = {_normalize_name(name): task for task in TASKS.values() for name in (task.name, task.title, *task.aliases)}
     for text in texts:
         if _normalize_name(text) not in known:
-            raise NotFoundError(f"VTAB has no task {text!r}{did_you_mean(text, TASKS)}")
+            raise NotFoundError(f"unknown VTAB task {text!r}{did_you_mean(text, TASKS)}")
     expected = {known[_normalize_name(text)].name for text in texts} or set(TASKS)
     return tuple(task for name, task in TASKS.items() if name in expected)
 

@@ -87,9 +87,9 @@ def check_formats(formats: Sequence[str]) -> None:
     """Raise ConfigError for an unknown format."""
     for ending in formats:
         if ending not in FORMATS:
-            raise ConfigError(f"no format {ending!r}{did_you_mean(ending, FORMATS)}")
+            raise ConfigError(f"unknown format {ending!r}{did_you_mean(ending, FORMATS)}")
     if not formats:
-        raise ConfigError(f"no format was given; expected some of {', '.join(FORMATS)}.")
+        raise ConfigError(f"no format was given; expected one or more of {', '.join(FORMATS)}.")
 
 
 def save(figure: Figure, path: str | Path) -> Path:
@@ -97,7 +97,7 @@ def save(figure: Figure, path: str | Path) -> Path:
     path = Path(path)
     ending = path.suffix.lower().removeprefix(".")
     if ending not in FORMATS[:-1]:
-        raise ConfigError(f"got {path.name}, expected a file extension out of {', '.join(FORMATS[:-1])}.")
+        raise ConfigError(f"got {path.name}, expected one of the file extensions {', '.join(FORMATS[:-1])}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     _disable_math_text(figure)
     FigureCanvasAgg(figure)

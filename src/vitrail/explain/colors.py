@@ -47,7 +47,9 @@ def principal_components(features: Tensor, count: int = 3) -> Tensor:
     """
     flat = features.flatten(0, -2).double()
     if min(flat.shape) < count:
-        raise ModelError(f"{count} components need as many patches and numbers to a patch; got {tuple(flat.shape)}.")
+        raise ModelError(
+            f"{count} components need at least {count} patches and {count} features, got {tuple(flat.shape)}."
+        )
     centered = flat - flat.mean(0)
     directions = torch.linalg.svd(centered, full_matrices=False)[2][:count]  # count D
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))

@@ -79,7 +79,7 @@ class Explanation:
         from vitrail.explain import figures
 
         if kind not in (known := self.figures()):
-            raise ConfigError(f"there is no figure {kind!r}{did_you_mean(kind, known)}")
+            raise ConfigError(f"unknown figure {kind!r}{did_you_mean(kind, known)}")
         if kind == "overview":
             scores = [(p.label, p.score) for p in self.predictions]
             what = f"{self.image}: {self.target.label}" if self.target else self.image
@@ -180,7 +180,7 @@ def explain(
     has_classes = bool(info.config.num_classes) and info.task == "classify"
     methods = _resolve_methods(net, has_classes, methods)
     if target is not None and not has_classes:
-        raise ModelError(f"there is no class {target!r} to explain: this model has no classes.")
+        raise ModelError(f"got target={target!r}, but this model has no classes.")
     index = None if target is None else class_index(info, target)
     if faithfulness and not has_classes:
         raise ModelError("faithfulness needs a class probability, and this model has no classes.")
@@ -237,10 +237,10 @@ def _resolve_methods(net: Net, has_classes: bool, methods: Sequence[str] | None)
             raise ModelError("this model has neither attention nor classes, so no method applies.")
         return supported
     if not methods:
-        raise ConfigError(f"no method was given; expected some of {', '.join(METHODS)}.")
+        raise ConfigError(f"no method was given; expected one or more of {', '.join(METHODS)}.")
     for method in methods:
         if method not in METHODS:
-            raise ConfigError(f"there is no method {method!r}{did_you_mean(method, METHODS)}")
+            raise ConfigError(f"unknown method {method!r}{did_you_mean(method, METHODS)}")
     if any(method in NEEDS_ATTENTION for method in methods):
         require_attention(net)
     if not has_classes and (unsupported := [m for m in methods if m in NEEDS_CLASSES]):

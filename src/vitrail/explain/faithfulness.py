@@ -74,7 +74,7 @@ def faithfulness(
     Patches are masked in `steps` groups of nearly equal size; ties are broken by position.
     """
     if steps < 1 or orders < 0:
-        raise ConfigError(f"steps={steps}, orders={orders}: expected one step or more, and no fewer than 0 orders.")
+        raise ConfigError(f"steps={steps}, orders={orders}: expected at least 1 step and at least 0 orders.")
     ranked = {name: [torch.argsort(m.flatten().cpu(), descending=True, stable=True)] for name, m in maps.items()}
     grids = {tuple(m.shape) for m in maps.values()}
     if len(grids) != 1:
@@ -86,28 +86,28 @@ def faithfulness(
     if orders:
         ranked[RANDOM] = [torch.randperm(count, generator=generator) for _ in range(orders)]
     ends = np.unique(np.rint(np.linspace(0, count, steps + 1)).astype(int))
-    shares = ends / count
-    ways = {
+    fractions = ends / count
+    replacements = {
         "deletion": (replacement_pixels(image[None], delete_with)[0], False),
         "insertion": (replacement_pixels(image[None], insert_into)[0], True),
     }
     found: dict[str, Faithfulness] = {}
-    for name, tries in ranked.items():
+    for name, rankings in ranked.items():
         curves = {}
-        for way, (instead, inserting) in ways.items():
-            images = _images(image, instead, tries, ends.tolist(), grid, inserting)
+        for kind, (replacement, inserting) in replacements.items():
+            images = _images(image, replacement, rankings, ends.tolist(), grid, inserting)
             values = class_probabilities(net, images, target, batch_size, multi_label=multi_label).double().numpy()
-            curves[way] = Curve(shares, values.reshape(len(tries), len(ends)).mean(0))
+            curves[kind] = Curve(fractions, values.reshape(len(rankings), len(ends)).mean(0))
         found[name] = Faithfulness(**curves)
     return found
 
 
 def _images(
-    image: Tensor, instead: Tensor, ranked: list[Tensor], ends: list[int], grid: tuple[int, ...], inserting: bool
+    image: Tensor, replacement: Tensor, rankings: list[Tensor], ends: list[int], grid: tuple[int, ...], inserting: bool
 ) -> Iterator[Tensor]:
-    for order in ranked:
+    for order in rankings:
         for end in ends:
             mask = torch.zeros(order.numel(), dtype=torch.bool)
             mask[order[:end]] = True
             cover = (~mask if inserting else mask).view(1, *grid).to(image.device)
-            yield mask_patches(image, instead, cover)[0]
+            yield mask_patches(image, replacement, cover)[0]

@@ -51,10 +51,10 @@ def covered_pixels(net: nn.Module, images: Tensor) -> Tensor:
     return net.crop_to_patches(images) if isinstance(net, ViT) and net.stem is None else images
 
 
-def mask_patches(image: Tensor, instead: Tensor, masks: Tensor) -> Tensor:
+def mask_patches(image: Tensor, replacement: Tensor, masks: Tensor) -> Tensor:
     """Replace masked patches: image C H W, replacement C H W and boolean masks b h w -> b C H W."""
     cover = F.interpolate(masks[:, None].to(image), image.shape[1:], mode="nearest").bool()
-    return torch.where(cover, instead, image)
+    return torch.where(cover, replacement, image)
 
 
 @torch.no_grad()

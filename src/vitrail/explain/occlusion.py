@@ -104,7 +104,7 @@ def occlusion_steps(
         stride = min(stride, size)
     if not 1 <= size <= min(grid) or not 1 <= stride <= size:
         raise ConfigError(
-            f"size={size}, stride={stride}: expected a square of 1 to {min(grid)} patches, at steps no larger than it."
+            f"size={size}, stride={stride}: expected a size of 1 to {min(grid)} patches and a stride of 1 to the size."
         )
     masks = windows(grid, size, stride)
     replacement = replacement_pixels(images, fill)[0]

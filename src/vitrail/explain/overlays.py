@@ -61,8 +61,8 @@ def heat_overlay(pixels: Pixels, view: Floats) -> Pixels:
     """The grayscale image tinted by the map: yellow is high, violet is low."""
     heat = resize_map(normalize_map(view), *pixels.shape[:2])  # H W
     gray = pixels.mean(2, keepdims=True) / 255
-    glass = matplotlib.colormaps["plasma"](heat)[..., :3]
-    return (255 * np.clip((0.4 + 0.6 * gray) * glass, 0, 1)).astype(np.uint8)
+    tint = matplotlib.colormaps["plasma"](heat)[..., :3]
+    return (255 * np.clip((0.4 + 0.6 * gray) * tint, 0, 1)).astype(np.uint8)
 
 
 def mosaic(maps: Floats, *, side: int, gap: int, low: float, high: float, colors: str = "viridis") -> Pixels:

@@ -42,14 +42,14 @@ def position_similarity(net: Net, layer: int = 0, image_size: Pair | None = None
     like = next(net.parameters())
     if isinstance(position, AdditivePosition):
         table = F.normalize(position.patch_table(grid, like).double(), dim=1)
-        alike = table @ table.T
+        similarity = table @ table.T
     elif isinstance(position, RotaryPosition2d):
         cos, sin = (w.double() for w in position.cos_sin(grid, like))
-        alike = (cos @ cos.T + sin @ sin.T) / cos.shape[1]
+        similarity = (cos @ cos.T + sin @ sin.T) / cos.shape[1]
     else:
         assert isinstance(position, RelativePosition)
-        alike = _offsets(position, grid)
-    return alike.reshape(*grid, *grid).cpu().numpy()
+        similarity = _offsets(position, grid)
+    return similarity.reshape(*grid, *grid).cpu().numpy()
 
 
 def _position(net: Net, layer: int) -> torch.nn.Module:
@@ -69,6 +69,6 @@ def _offsets(position: RelativePosition, grid: tuple[int, int]) -> Tensor:
         raise ModelError("relative positions cannot be resampled to another image size.")
     table = F.normalize(position.offsets.double(), dim=1)
     count = grid[0] * grid[1]
-    alike = table @ table[count - 1]  # offset 0
-    steps = torch.arange(count, device=alike.device)
-    return alike[steps[:, None] - steps[None] + count - 1]
+    similarity = table @ table[count - 1]  # offset 0
+    steps = torch.arange(count, device=similarity.device)
+    return similarity[steps[:, None] - steps[None] + count - 1]

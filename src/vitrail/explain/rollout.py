@@ -21,7 +21,7 @@ def rollout(layers: Iterable[Tensor]) -> Tensor:
         product = add_layer(product, layer)
         del layer  # so that it can be freed before the next one is computed
     if product is None:
-        raise ModelError("got the attention of no layer, expected that of one or more.")
+        raise ModelError("got no attention; expected that of at least one layer.")
     return product
 
 

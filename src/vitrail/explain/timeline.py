@@ -61,7 +61,7 @@ def compute_frames(
     """
     for name in what:
         if name not in SUBJECTS:
-            raise ConfigError(f"no timeline is called {name!r}{did_you_mean(name, SUBJECTS)}")
+            raise ConfigError(f"unknown timeline {name!r}{did_you_mean(name, SUBJECTS)}")
     collected: dict[str, list[Floats]] = {}
     skipped: dict[str, str] = {}
     for net in nets:

@@ -65,7 +65,9 @@ def fastest_engine(
         benchmark = _read_choice(path)
         is_cached = benchmark is not None
         if benchmark is None:
-            warn_once(["timing the installed engines: takes up to a minute, and is done once"], about=str(path))
+            warn_once(
+                ["timing the installed engines; this takes up to a minute and is done only once"], about=str(path)
+            )
             benchmark = _benchmark_candidates(net, info, threads, calibration)
             if is_persistent(cache_folder(net, info, calibration)):  # not a choice that a full disk caused
                 with suppress(VitrailError, OSError):

@@ -140,7 +140,7 @@ class Comparison:
         if not self.constant_outputs:
             return []
         return [
-            "the model gives the same outputs for every image, so the comparison shows little: is its head trained?"
+            "the outputs are the same for every image, so the comparison shows little; check that the head is trained"
         ]
 
     def to_dict(self) -> dict[str, Any]:

@@ -86,7 +86,8 @@ def export(
     images, targets = _comparison_images(check, vit, root)
     if precision == "int8" and calibrate and _is_same_data(calibrate, check):
         warn_once(
-            ["calibrated and compared on the same images: the agreement on others may be lower"], about=str(target)
+            ["calibrated and compared on the same images; the agreement on other images may be lower"],
+            about=str(target),
         )
     started(len(images))
     result = exporter.export(
@@ -131,28 +132,28 @@ def _is_same_data(calibrate: object, check: object) -> bool:
     return calibrate is check or (isinstance(calibrate, str) and calibrate == check)
 
 
-def _output_type(vit: Model, raw: bool) -> OutputType:
+def _output_type(model: Model, raw: bool) -> OutputType:
     """Features without classes; else logits if `raw`, probabilities if not."""
-    if vit.info.task != "classify" or not vit.config.num_classes:
+    if model.info.task != "classify" or not model.config.num_classes:
         return "features"
     return "logits" if raw else "probabilities"
 
 
 def _comparison_images(
-    check: str | Sequence[ImageLike] | None, vit: Model, root: str | None
+    check: str | Sequence[ImageLike] | None, model: Model, root: str | None
 ) -> tuple[list[Any], npt.NDArray[np.int64] | None]:
     """Images for the comparison, and their class indices if the data are labeled with the model's classes."""
     if check is None:
-        return sample_images(vit.config.channels), None
+        return sample_images(model.config.channels), None
     if not isinstance(check, str):
         return list(check), None
     source, indices = _sample_source(check, MAX_COMPARISON_IMAGES, root)
     images = [source[int(i)].image for i in indices]
-    if vit.info.task != "classify" or not vit.config.num_classes or source.multi_label:
+    if model.info.task != "classify" or not model.config.num_classes or source.multi_label:
         return images, None
     try:
-        labels = labels_for_matching(vit.info, source)
-        match = match_classes(source, labels, vit.config.num_classes, synsets=read_synsets_file(check, source.labels))
+        labels = labels_for_matching(model.info, source)
+        match = match_classes(source, labels, model.config.num_classes, synsets=read_synsets_file(check, source.labels))
     except DataError as error:
         warn_once([f"top-1 accuracy is not compared: {error}"], about=check)
         return images, None

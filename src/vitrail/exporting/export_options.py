@@ -63,9 +63,11 @@ def target_path(path: str | Path, to: str) -> Path:
     if path.is_dir() or not path.suffix:
         return path / f"model{suffix}" if path.is_dir() else path.with_name(path.name + suffix)
     suggestion = format_from_path(path)
-    hint = f", or omit --to for {suggestion}" if path.suffix.lower() == SUFFIXES[suggestion] else ""
+    known = path.suffix.lower() == SUFFIXES[suggestion]
+    formats = ", ".join(f"{name} ({known_suffix})" for name, known_suffix in SUFFIXES.items())
+    hint = f", or omit --to for {suggestion}" if known else f"; available formats: {formats}"
     raise CheckpointError(
-        f"{path}: the name of a file for {to} ends in {suffix}; try {path.with_suffix(suffix)}{hint}."
+        f"{path}: expected a file name that ends in {suffix} for {to}; try {path.with_suffix(suffix)}{hint}."
     )
 
 
@@ -75,7 +77,7 @@ def check_writable(path: Path, overwrite: bool) -> None:
         raise CheckpointError(f"could not write {path}: there is no folder {path.parent}; create it first.")
     existing = [part for part in reversed(export_files(path)) if part.exists()]
     if existing and not overwrite:
-        raise CheckpointError(f"{existing[0]} exists already; choose another name, or replace it with --overwrite.")
+        raise CheckpointError(f"{existing[0]} already exists; choose another name, or replace it with --overwrite.")
 
 
 def report_path(path: Path) -> Path:

@@ -76,7 +76,7 @@ def open_engine(
     options: those of `load_checkpoint`.
     """
     if engine is not None and engine not in ENGINES:
-        raise ConfigError(f"no engine {engine!r}{did_you_mean(engine, ENGINES)}")
+        raise ConfigError(f"unknown engine {engine!r}{did_you_mean(engine, ENGINES)}")
     if threads is not None and threads < 1:
         raise ConfigError(f"threads={threads}: expected 1 or more.")
     if is_exported(source):

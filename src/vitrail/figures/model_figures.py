@@ -112,7 +112,7 @@ class ModelFigures:
     def draw(self, what: str) -> DrawnFigure:
         """Draw one of FIGURES; ModelError with the reason if it does not apply to this model."""
         if what not in FIGURES:
-            raise ConfigError(f"there is no figure {what!r}{did_you_mean(what, FIGURES)}")
+            raise ConfigError(f"unknown figure {what!r}{did_you_mean(what, FIGURES)}")
         return FIGURES[what](self)
 
     def save(
@@ -124,7 +124,7 @@ class ModelFigures:
         check_formats(formats)
         for name in what or ():
             if name not in FIGURES:
-                raise ConfigError(f"there is no figure {name!r}{did_you_mean(name, FIGURES)}")
+                raise ConfigError(f"unknown figure {name!r}{did_you_mean(name, FIGURES)}")
         written, reasons = [], []
         for name in what or FIGURES:
             try:

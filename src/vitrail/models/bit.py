@@ -31,13 +31,13 @@ class PreActBottleneck(nn.Module):
     def __init__(self, config: BiTConfig, unit: BottleneckShape) -> None:
         super().__init__()
         conv, norm = partial(_conv, config), partial(group_norm, eps=config.norm_eps)
-        self.norm1 = norm(unit.inputs)
-        self.project = conv(unit.inputs, unit.outputs, 1, unit.stride) if unit.projects else None
-        self.conv1 = conv(unit.inputs, unit.middle, 1)
-        self.norm2 = norm(unit.middle)
-        self.conv2 = conv(unit.middle, unit.middle, 3, unit.stride)
-        self.norm3 = norm(unit.middle)
-        self.conv3 = conv(unit.middle, unit.outputs, 1)
+        self.norm1 = norm(unit.in_channels)
+        self.project = conv(unit.in_channels, unit.out_channels, 1, unit.stride) if unit.has_projection else None
+        self.conv1 = conv(unit.in_channels, unit.mid_channels, 1)
+        self.norm2 = norm(unit.mid_channels)
+        self.conv2 = conv(unit.mid_channels, unit.mid_channels, 3, unit.stride)
+        self.norm3 = norm(unit.mid_channels)
+        self.conv3 = conv(unit.mid_channels, unit.out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = F.relu(self.norm1(x), inplace=True)
@@ -156,7 +156,7 @@ class BiT(BaseNet):
         """0 for the root; the blocks of all stages from 1; one more for the final norm and the head."""
         part, _, rest = name.partition(".")
         if not hasattr(self, part):
-            raise ModelError(f"no parameter is called {name!r}{did_you_mean(name, dict(self.named_parameters()))}")
+            raise ModelError(f"unknown parameter {name!r}{did_you_mean(name, dict(self.named_parameters()))}")
         if part == "stages":
             stage, unit = map(int, rest.split(".")[:2])
             return sum(self.config.layers[:stage]) + unit + 1
@@ -197,11 +197,15 @@ def _base_channels(config: BiTConfig) -> int:
 
 def _out_channels(config: BiTConfig) -> int:
     """Channels of the last feature map, the input of the head."""
-    return resnet.plan_stages(config.layers, _base_channels(config))[-1][-1].outputs
+    return resnet.plan_stages(config.layers, _base_channels(config))[-1][-1].out_channels
 
 
-def _conv(config: BiTConfig, inputs: int, outputs: int, side: int, stride: int = 1) -> StandardizedConv:
-    return StandardizedConv(inputs, outputs, side, stride, same=False, by="var", eps=config.standardize_eps)
+def _conv(
+    config: BiTConfig, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1
+) -> StandardizedConv:
+    return StandardizedConv(
+        in_channels, out_channels, kernel_size, stride, same=False, by="var", eps=config.standardize_eps
+    )
 
 
 _UNAVAILABLE = {

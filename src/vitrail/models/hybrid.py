@@ -25,10 +25,10 @@ from vitrail.models.resnet import ROOT_KERNEL_SIZE, BottleneckShape, Standardize
 class ConvNorm(nn.Module):
     """A standardized convolution and a GroupNorm."""
 
-    def __init__(self, config: StemConfig, inputs: int, outputs: int, side: int, stride: int) -> None:
+    def __init__(self, config: StemConfig, in_channels: int, out_channels: int, kernel_size: int, stride: int) -> None:
         super().__init__()
-        self.conv = _conv(config, inputs, outputs, side, stride)
-        self.norm = group_norm(outputs, config.norm_eps)
+        self.conv = _conv(config, in_channels, out_channels, kernel_size, stride)
+        self.norm = group_norm(out_channels, config.norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.norm(self.conv(x))
@@ -41,13 +41,15 @@ class Bottleneck(nn.Module):
     def __init__(self, config: StemConfig, unit: BottleneckShape) -> None:
         super().__init__()
         conv, norm = partial(_conv, config), partial(group_norm, eps=config.norm_eps)
-        self.project = ConvNorm(config, unit.inputs, unit.outputs, 1, unit.stride) if unit.projects else None
-        self.conv1 = conv(unit.inputs, unit.middle, 1)
-        self.norm1 = norm(unit.middle)
-        self.conv2 = conv(unit.middle, unit.middle, 3, unit.stride)
-        self.norm2 = norm(unit.middle)
-        self.conv3 = conv(unit.middle, unit.outputs, 1)
-        self.norm3 = norm(unit.outputs)
+        self.project = (
+            ConvNorm(config, unit.in_channels, unit.out_channels, 1, unit.stride) if unit.has_projection else None
+        )
+        self.conv1 = conv(unit.in_channels, unit.mid_channels, 1)
+        self.norm1 = norm(unit.mid_channels)
+        self.conv2 = conv(unit.mid_channels, unit.mid_channels, 3, unit.stride)
+        self.norm2 = norm(unit.mid_channels)
+        self.conv3 = conv(unit.mid_channels, unit.out_channels, 1)
+        self.norm3 = norm(unit.out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.project is None else self.project(x)
@@ -102,5 +104,9 @@ def _base_channels(config: StemConfig) -> int:
     return int(64 * config.width_factor)
 
 
-def _conv(config: StemConfig, inputs: int, outputs: int, side: int, stride: int = 1) -> StandardizedConv:
-    return StandardizedConv(inputs, outputs, side, stride, same=True, by=config.standardize, eps=config.standardize_eps)
+def _conv(
+    config: StemConfig, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1
+) -> StandardizedConv:
+    return StandardizedConv(
+        in_channels, out_channels, kernel_size, stride, same=True, by=config.standardize, eps=config.standardize_eps
+    )

@@ -83,7 +83,7 @@ def parse_name(name: str) -> ViTConfig | BiTConfig:
     family = match and _find_key(FAMILIES, match["family"])
     if not match or not family or family == "BiT":
         known = [*(v.name for v in PUBLISHED_MODELS), *plugin_names("models")]
-        raise NotFoundError(f"no model is called {name!r}{did_you_mean(name, known)}")
+        raise NotFoundError(f"unknown model {name!r}{did_you_mean(name, known)}")
     return _vit(match, family)
 
 

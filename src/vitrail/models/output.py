@@ -82,10 +82,10 @@ def resolve_outputs(
     names = frozenset((outputs,) if isinstance(outputs, str) else outputs)
     for name in names:
         if name not in OUTPUT_NAMES:
-            raise ModelError(f"no output is called {name!r}{did_you_mean(name, OUTPUT_NAMES)}")
+            raise ModelError(f"unknown output {name!r}{did_you_mean(name, OUTPUT_NAMES)}")
     if layers is not None and not names & PER_LAYER:
         raise ModelError(
-            f"layers chooses among {', '.join(sorted(PER_LAYER))}; got outputs={', '.join(sorted(names))}."
+            f"layers applies only to {', '.join(sorted(PER_LAYER))}; got outputs={', '.join(sorted(names))}."
         )
     return names
 

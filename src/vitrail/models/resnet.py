@@ -87,11 +87,19 @@ class StandardizedConv(CachedModule):
     """
 
     def __init__(
-        self, inputs: int, outputs: int, side: int, stride: int = 1, *, same: bool, by: Standardization, eps: float
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        *,
+        same: bool,
+        by: Standardization,
+        eps: float,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, side, side))
-        self.stride, self.padding, self.same, self.by, self.eps = stride, side // 2, same, by, eps
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels, kernel_size, kernel_size))
+        self.stride, self.padding, self.same, self.by, self.eps = stride, kernel_size // 2, same, by, eps
 
     def forward(self, x: Tensor) -> Tensor:
         """B I H W -> B O h w."""
@@ -105,8 +113,9 @@ class StandardizedConv(CachedModule):
         return kernel
 
     def extra_repr(self) -> str:
-        outputs, inputs, side, _ = self.weight.shape
-        return f"{inputs}, {outputs}, {side}x{side}, stride={self.stride}, {'SAME' if self.same else 'symmetric'}"
+        out_channels, in_channels, kernel_size, _ = self.weight.shape
+        kernel = f"{kernel_size}x{kernel_size}"
+        return f"{in_channels}, {out_channels}, {kernel}, stride={self.stride}, {'SAME' if self.same else 'symmetric'}"
 
 
 def group_norm(channels: int, eps: float) -> nn.GroupNorm:
@@ -130,20 +139,20 @@ def initialize(net: nn.Module, generator: torch.Generator | None) -> None:
 
 @dataclass(frozen=True)
 class BottleneckShape:
-    """Shape of a bottleneck block: 1x1 to `middle` channels, 3x3 with the stride, 1x1 to 4 * `middle`."""
+    """Shape of a bottleneck block: 1x1 to `mid_channels`, 3x3 with the stride, 1x1 to 4 * `mid_channels`."""
 
-    inputs: int
-    middle: int
+    in_channels: int
+    mid_channels: int
     stride: int
 
     @property
-    def outputs(self) -> int:
-        return 4 * self.middle
+    def out_channels(self) -> int:
+        return 4 * self.mid_channels
 
     @property
-    def projects(self) -> bool:
+    def has_projection(self) -> bool:
         """Whether the shortcut has a convolution, because the shape changes."""
-        return self.inputs != self.outputs or self.stride != 1
+        return self.in_channels != self.out_channels or self.stride != 1
 
 
 def plan_stages(layers: tuple[int, ...], base: int) -> list[list[BottleneckShape]]:
@@ -165,9 +174,9 @@ def convolution_flops(layers: tuple[int, ...], base: int, channels: int, image_s
     height, width = -(-height // 2), -(-width // 2)
     for stage in plan_stages(layers, base):
         for unit in stage:
-            total += unit.inputs * unit.middle * height * width
+            total += unit.in_channels * unit.mid_channels * height * width
             height, width = -(-height // unit.stride), -(-width // unit.stride)
-            per_pixel = 9 * unit.middle**2 + unit.middle * unit.outputs
-            per_pixel += unit.inputs * unit.outputs if unit.projects else 0
+            per_pixel = 9 * unit.mid_channels**2 + unit.mid_channels * unit.out_channels
+            per_pixel += unit.in_channels * unit.out_channels if unit.has_projection else 0
             total += per_pixel * height * width
     return 2 * total

@@ -334,7 +334,7 @@ class ViT(BaseNet):
         """
         module, _, path = name.partition(".")
         if not hasattr(self, module):
-            raise ModelError(f"no parameter is called {name!r}{did_you_mean(name, dict(self.named_parameters()))}")
+            raise ModelError(f"unknown parameter {name!r}{did_you_mean(name, dict(self.named_parameters()))}")
         if module == "blocks" or (module == "positions" and self.config.resolved_position_at == "layers"):
             return int(path.split(".")[0]) + 1
         return self.config.depth + 1 if module in ("norm", "pool", "pre_logits", "head", "head_distill") else 0

@@ -144,13 +144,13 @@ def load_teacher(
     if info.task != "classify" or net.config.num_classes != num_classes:
         count = net.config.num_classes if info.task == "classify" else 0
         raise ConfigError(
-            f"the teacher {config.teacher} has {count} classes, the student {num_classes}; they must be the same. "
-            f"Fine-tune the teacher first: vitrail finetune --model {config.teacher} --data DATA."
+            f"the teacher {config.teacher} has {count} classes, but the data has {num_classes}. Fine-tune the teacher "
+            f"first: vitrail finetune --model {config.teacher} --data DATA."
         )
     if info.preprocess.channels != preprocess.channels and preprocess.channels != 1:
         raise ConfigError(
-            f"the teacher {config.teacher} has {info.preprocess.channels} input channels, "
-            f"the student {preprocess.channels}; try a teacher with {preprocess.channels}."
+            f"the teacher {config.teacher} has {info.preprocess.channels} input channels, but the student has "
+            f"{preprocess.channels}; try a teacher with {preprocess.channels}."
         )
     order = _order(info.labels, labels, config.teacher)
     return Teacher(net, info, preprocess, order=order, device=device, dtype=dtype)
@@ -161,7 +161,7 @@ def _order(theirs: Sequence[str] | None, ours: Sequence[str] | None, teacher: st
     if theirs is None or ours is None or list(theirs) == list(ours):
         return None
     if sorted(theirs) == sorted(ours) and len(set(ours)) == len(ours):
-        warn_once(["its classes are in another order than the data's; its outputs are reordered"], about=teacher)
+        warn_once(["the teacher's classes are in a different order; its outputs are reordered"], about=teacher)
         return [list(theirs).index(name) for name in ours]
     i = next(i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
     raise ConfigError(

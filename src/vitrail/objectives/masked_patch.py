@@ -27,9 +27,9 @@ DOWNSIZED_SIDE = 4
 MAX_CHANNELS = 4
 """With more channels there are too many color classes."""
 
-WHICH = rng.stream_id("patches to corrupt")
-HOW = rng.stream_id("how a patch is corrupted")
-OTHER = rng.stream_id("another patch in its place")
+PATCH_CHOICE = rng.stream_id("patches to corrupt")
+CORRUPTION = rng.stream_id("how a patch is corrupted")
+REPLACEMENT_PATCH = rng.stream_id("another patch in its place")
 
 
 class MaskedPatchObjective(Objective):
@@ -54,8 +54,8 @@ class MaskedPatchObjective(Objective):
         self, net: Net, config: MaskedPatchConfig, preprocess: PreprocessConfig, seed: int | None = None
     ) -> None:
         if not isinstance(net, ViT):
-            raise ConfigError("masked patches need a ViT: a BiT has none.")
-        _check(net, config)
+            raise ConfigError("objective=masked-patch needs a ViT; a BiT has no patches.")
+        _check_supported(net, config)
         super().__init__(_without_head(net))
         self.config, like = config, net.patch.weight
         self.side = DOWNSIZED_SIDE if config.target == "downsized" else 1
@@ -100,16 +100,16 @@ class MaskedPatchObjective(Objective):
     def choose_patches(self, sample_seeds: Tensor, patches: int) -> Tensor:
         """Indices of the corrupted patches, b M, drawn uniformly without replacement."""
         if patches < 2:
-            raise ModelError("masked patches need at least 2 patches, got 1; try larger images.")
+            raise ModelError("masked-patch prediction needs at least 2 patches, got 1; try larger images.")
         count = max(round(self.config.mask_ratio * patches), 1)
-        return rng.bits(sample_seeds, WHICH, patches).argsort(1)[:, :count]
+        return rng.bits(sample_seeds, PATCH_CHOICE, patches).argsort(1)[:, :count]
 
     def corrupt(self, patches: Tensor, chosen: Tensor, sample_seeds: Tensor) -> Tensor:
         """Replace the chosen patch embeddings, b N D -> b N D."""
         count = patches.shape[1]
-        how = compute_once(rng.uniform(sample_seeds, HOW, chosen.shape[1]))  # b M in [0, 1)
+        how = compute_once(rng.uniform(sample_seeds, CORRUPTION, chosen.shape[1]))  # b M in [0, 1)
         other = compute_once(
-            (chosen + 1 + rng.bits(sample_seeds, OTHER, chosen.shape[1]) % (count - 1)) % count
+            (chosen + 1 + rng.bits(sample_seeds, REPLACEMENT_PATCH, chosen.shape[1]) % (count - 1)) % count
         )  # not itself
         masked, kept = (
             how < self.config.mask_token_prob,
@@ -161,9 +161,11 @@ def _without_head(net: ViT) -> ViT:
     return net
 
 
-def _check(net: ViT, config: MaskedPatchConfig) -> None:
+def _check_supported(net: ViT, config: MaskedPatchConfig) -> None:
     if net.config.stem is not None:
-        raise ConfigError("masked patches need a plain ViT, got a hybrid, whose stem mixes patches before masking.")
+        raise ConfigError(
+            "objective=masked-patch needs a plain ViT; the stem of a hybrid mixes patches before masking."
+        )
     if config.target != "pixels" and net.config.channels > MAX_CHANNELS:
         raise ConfigError(
             f"got {net.config.channels} channels, expected at most {MAX_CHANNELS}: 3 bits per channel are too many "

@@ -20,7 +20,7 @@ from vitrail.config import (
     steps,
 )
 from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
-from vitrail.config.sizes import SIZES, vit
+from vitrail.config.sizes import SIZES, vit_config
 
 SHARDS = "shards:imagenet1k-train-{0000..1023}.tar"
 SHARDS_21K = "shards:imagenet21k-train-{0000..2047}.tar"
@@ -38,7 +38,7 @@ def imagenet1k_s16() -> TrainConfig:
     """
     return TrainConfig(
         name="imagenet1k-s16",
-        model=vit(
+        model=vit_config(
             "S/16", num_classes=0, class_token=False, pool="gap", pre_logits=SIZES["S"].width, position="sincos-2d"
         ),
         preprocess=PreprocessConfig(resize="short", resize_to=256, interpolation="area", crop_rounding="floor"),
@@ -61,7 +61,7 @@ def imagenet21k_b16() -> TrainConfig:
     """
     return TrainConfig(
         name="imagenet21k-b16",
-        model=vit("B/16", num_classes=0, dropout=0.1, pre_logits=SIZES["B"].width, head_bias_init=-10.0),
+        model=vit_config("B/16", num_classes=0, dropout=0.1, pre_logits=SIZES["B"].width, head_bias_init=-10.0),
         preprocess=PreprocessConfig(antialias=False),
         data=DataConfig(source=SHARDS_21K, held_out=0.001),
         augment=AugmentConfig(scale=(0.05, 1.0)),
@@ -81,7 +81,7 @@ def deit_s16() -> TrainConfig:
     """
     return TrainConfig(
         name="deit-s16",
-        model=vit("S/16", num_classes=0, activation="gelu", resample="huggingface", drop_path=0.1),
+        model=vit_config("S/16", num_classes=0, activation="gelu", resample="huggingface", drop_path=0.1),
         preprocess=PreprocessConfig(
             resize="short", resize_to=256, interpolation="bicubic", mean=IMAGENET_MEAN, std=IMAGENET_STD
         ),
@@ -111,7 +111,7 @@ def masked_patch() -> TrainConfig:
     2 points above training from scratch (reported by the authors; not run here)."""
     return TrainConfig(
         name="masked-patch",
-        model=vit("B/16", num_classes=0),
+        model=vit_config("B/16", num_classes=0),
         preprocess=PreprocessConfig(resize="short", resize_to=256),
         data=DataConfig(source=SHARDS, held_out=0.01),
         augment=AugmentConfig(scale=(0.05, 1.0)),

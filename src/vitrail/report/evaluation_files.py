@@ -62,7 +62,7 @@ def check_formats(formats: Sequence[str]) -> None:
     """Raise an error for an unknown figure format."""
     for kind in formats:
         if kind not in FORMATS:
-            raise ConfigError(f"there is no figure format {kind!r}{did_you_mean(kind, FORMATS)}")
+            raise ConfigError(f"unknown figure format {kind!r}{did_you_mean(kind, FORMATS)}")
 
 
 def reliability(found: Evaluation) -> FigureData | None:

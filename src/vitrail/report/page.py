@@ -69,7 +69,7 @@ def write_report(
         source=source,
         measured_on=measured_on,
         baselines=dict(baselines or {}),
-        other_runs=_name_comparisons(this, comparisons),
+        other_runs=_read_comparisons(this, comparisons),
         unreadable=unreadable,
         command=command,
     )
@@ -80,7 +80,8 @@ def write_report(
     return path
 
 
-def _name_comparisons(run: RunRecord, comparisons: Sequence[Path]) -> dict[str, RunRecord]:
+def _read_comparisons(run: RunRecord, comparisons: Sequence[Path]) -> dict[str, RunRecord]:
+    """Display name -> run, for the run folders to compare with: the name states how their settings differ."""
     named: dict[str, RunRecord] = {}
     for path in comparisons:
         other = read_run(path)
@@ -136,7 +137,7 @@ def _header(report: ReportData) -> Markup:
         tag("h1", run.name),
         score_sections.headline(report),
         notice,
-        score_sections.comparison(report),
+        score_sections.comparison_section(report),
         tag("div", *tiles, cls="facts"),
     )
 
@@ -207,15 +208,15 @@ def _score_sections(report: ReportData, figures: Path) -> list[Section]:
     if scores is None:
         return []
     draw_confusion(report, scores, figures / "confusion.png")
-    parts = [tag("div", score_sections.classes(report))]
+    parts = [tag("div", score_sections.class_section(report))]
     title = "Per-class scores"
     if scores.average_precisions is None:
         title = "Confusion matrix and per-class recall"
-        parts.insert(0, tag("div", score_sections.confusion(report)))
+        parts.insert(0, tag("div", score_sections.confusion_section(report)))
     return [
         ("classes", title, tag("div", *parts, cls="two stacked" if score_sections.wide_matrix(report) else "two")),
-        ("mistakes", "Most confident errors", score_sections.mistakes(report)),
-        ("right", "Correct predictions", score_sections.correct_examples(report)),
+        ("mistakes", "Most confident errors", score_sections.mistake_section(report)),
+        ("right", "Correct predictions", score_sections.correct_section(report)),
     ]
 
 

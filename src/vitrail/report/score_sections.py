@@ -82,7 +82,7 @@ def _loss_headline(report: ReportData, scores: dict[str, Any] | None) -> Markup:
     return join(sentence, tag("p", f"Loss on {split} images: {format_number(scores['loss'])}.", cls="sub"))
 
 
-def comparison(report: ReportData) -> Markup:
+def comparison_section(report: ReportData) -> Markup:
     """This model, baselines and other runs on one axis, each with its interval."""
     own = headline_scores(report)
     if own is None or own.get("top1") is None or own.get("map") is not None:
@@ -131,7 +131,7 @@ def _forest_row(name: str, scores: dict[str, Any], cls: str, start: float) -> Ma
     )
 
 
-def confusion(report: ReportData) -> Markup:
+def confusion_section(report: ReportData) -> Markup:
     """The confusion matrix if it is small enough; otherwise the most frequently confused pairs."""
     scores = report.scores
     assert scores is not None
@@ -144,7 +144,7 @@ def confusion(report: ReportData) -> Markup:
         text = f"Rows: true class. Columns: predicted class. {pluralize(scores.count, f'{split} image')}."
         note = tag("p", text, cls="caption")
         return join(note, tag("div", _matrix(report, scores), cls="scroll"))
-    return pairs(report)
+    return confused_pairs_section(report)
 
 
 def wide_matrix(report: ReportData) -> bool:
@@ -189,7 +189,7 @@ def _cell(report: ReportData, i: int, j: int, count: int, total: int, wrong: int
     return tag("td", f"{count:,}", cls=f"{kind}{deep}", style=f"--a:{strength:.2f}", title=about)
 
 
-def pairs(report: ReportData) -> Markup:
+def confused_pairs_section(report: ReportData) -> Markup:
     """The most frequently confused classes, as a list."""
     assert report.scores is not None
     confusions = confused_pairs(report.scores, NUM_WORST)
@@ -208,7 +208,7 @@ def pairs(report: ReportData) -> Markup:
     return join(tag("p", "Most frequent confusions:", cls="caption"), tag("ol", *rows, cls="pairs"))
 
 
-def classes(report: ReportData) -> Markup:
+def class_section(report: ReportData) -> Markup:
     """A bar for each class; with many classes, for the worst."""
     assert report.scores is not None
     all_classes = class_scores(report.scores)
@@ -240,7 +240,7 @@ def _class_bar(report: ReportData, score: ClassScore) -> Markup:
     )
 
 
-def mistakes(report: ReportData) -> Markup:
+def mistake_section(report: ReportData) -> Markup:
     """The errors with the highest confidence."""
     samples, cards = report.samples, []
     if samples is None:
@@ -254,7 +254,7 @@ def mistakes(report: ReportData) -> Markup:
     return _gallery(cards, note) or tag("p", "There are none to show.", cls="quiet")
 
 
-def correct_examples(report: ReportData) -> Markup:
+def correct_section(report: ReportData) -> Markup:
     """Typical correct predictions."""
     samples, cards = report.samples, []
     if samples is None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitrail.config import TrainConfig
-from vitrail.config.format_version import VERSION, current
+from vitrail.config.format_version import VERSION, upgrade
 from vitrail.errors import CheckpointError, FormatError, TrainError
 from vitrail.runtime import warn_once
 from vitrail.storage.atomic_write import write_json
@@ -119,7 +119,7 @@ class RunFolder:
 
     def _notify_waiting(self) -> None:
         warn_once(
-            [f"another process is still training in {self.path}; waiting up to {self.lock_timeout_s:.0f} s for its end"]
+            [f"another process is still training in {self.path}; waiting up to {self.lock_timeout_s:.0f} s for it"]
         )
 
     def reopen(self, config: TrainConfig) -> None:
@@ -138,7 +138,7 @@ class RunFolder:
         if self.started:
             resume = "" if self.status == "finished" else "resume it with --resume, or "
             raise TrainError(
-                f"{self.path} holds a run already ({self.status}); {resume}choose another folder with --out."
+                f"{self.path} already contains a run ({self.status}); {resume}choose another folder with --out."
             )
 
     def write_config(self, config: TrainConfig) -> None:
@@ -160,7 +160,7 @@ class RunFolder:
     def read_result(self) -> dict[str, Any] | None:
         """The content of result.json; None if it cannot be read."""
         try:
-            return current("result", json.loads(self.result.read_text(encoding="utf-8")))
+            return upgrade("result", json.loads(self.result.read_text(encoding="utf-8")))
         except (AttributeError, FormatError, OSError, TypeError, ValueError):
             return None
 
@@ -179,7 +179,7 @@ class RunFolder:
 def read_run_config(path: Path) -> TrainConfig:
     """The TrainConfig in a run's config.json."""
     try:
-        return TrainConfig.from_dict(current("run", json.loads(path.read_text(encoding="utf-8"))))
+        return TrainConfig.from_dict(upgrade("run", json.loads(path.read_text(encoding="utf-8"))))
     except OSError as error:
         raise TrainError(f"{path} cannot be read: {error.strerror or error}.") from None
     except (TypeError, ValueError) as error:

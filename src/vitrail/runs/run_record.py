@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrail.config import Duration
-from vitrail.config.format_version import current
+from vitrail.config.format_version import upgrade
 from vitrail.errors import ConfigError, NotFoundError
 from vitrail.runs.metrics_log import MetricsLine, read_metrics
 from vitrail.weights.model_info import strip_local_folders
@@ -152,7 +152,7 @@ def _curve(points: list[tuple[float, Any]]) -> Curve:
 def read_run(path: Path) -> RunRecord:
     """Read a run folder. config.json is required; missing or truncated metrics are skipped."""
     try:
-        config = current("run", json.loads((path / "config.json").read_text(encoding="utf-8")))
+        config = upgrade("run", json.loads((path / "config.json").read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise NotFoundError(f"{path} is not a run folder: it has no config.json.") from None
     except ValueError as error:

@@ -123,7 +123,7 @@ class SentSteps:
             self.id, self.last = found["id"], {str(group): int(step) for group, step in found["last"].items()}
 
     def rewind(self, step: int) -> None:
-        """Later steps were removed at the tracker and will be sent again."""
+        """Forget the steps after this one, which the tracker has removed and will be sent again."""
         self.last = {group: min(last, step) for group, last in self.last.items()}
 
     def unsent(self, step: int, metrics: Metrics) -> dict[str, float]:
@@ -207,8 +207,10 @@ class MLflow:
 
     def start(self, config: Mapping[str, Any], folder: Path, step: int) -> None:
         self.sent = SentSteps(folder, "mlflow")
-        beside = _main_folder(folder).absolute().parent / "mlflow.db"
-        self.client = self.mlflow.tracking.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{beside}")
+        default_path = _main_folder(folder).absolute().parent / "mlflow.db"
+        self.client = self.mlflow.tracking.MlflowClient(
+            os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{default_path}"
+        )
         if self.sent.id is not None:
             self.client.update_run(self.sent.id, status="RUNNING")
             return

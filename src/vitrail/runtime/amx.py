@@ -47,10 +47,10 @@ def disable_broken_amx() -> bool:
 @lru_cache(maxsize=1)
 def _amx_state() -> Literal["usable", "disabled", "too late"]:
     """Probe once: oneDNN reads the variable only before its first product."""
-    if ISA_VARIABLE in os.environ or not _reports_amx() or _product_succeeds():
+    if ISA_VARIABLE in os.environ or not _reports_amx() or _bfloat16_product_succeeds():
         return "usable"
     os.environ[ISA_VARIABLE] = WITHOUT_AMX
-    if _product_succeeds():
+    if _bfloat16_product_succeeds():
         return "disabled"
     del os.environ[ISA_VARIABLE]
     return "too late"
@@ -63,7 +63,7 @@ def _reports_amx() -> bool:
         return False
 
 
-def _product_succeeds() -> bool:
+def _bfloat16_product_succeeds() -> bool:
     """Whether a forked copy of this process survives a product in bfloat16."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about fork with threads: the child uses none
@@ -76,13 +76,13 @@ def _product_succeeds() -> bool:
         signal.alarm(PROBE_TIMEOUT_S)
         os.closerange(0, 3)  # the child prints nothing and must not flush the parent's output
         try:
-            _product()
+            _compute_bfloat16_product()
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def _product() -> None:
+def _compute_bfloat16_product() -> None:
     import torch
 
     torch.set_num_threads(1)

@@ -28,7 +28,7 @@ def cgroup_quota(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> flo
 
 def _folders(root: Path, membership: Path) -> Iterator[Path]:
     """The folder of each control group of this process, and all its parents: a container may see only the outermost."""
-    for line in _text(membership).splitlines():
+    for line in _read_text(membership).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers and "cpu" not in controllers.split(","):  # cgroup v1 has a tree per controller, v2 has one
@@ -40,14 +40,14 @@ def _folders(root: Path, membership: Path) -> Iterator[Path]:
 
 def _quotas(folder: Path) -> Iterator[float]:
     """Quotas set by the files of cgroup v2 and v1 in one folder, in cores."""
-    v2 = _text(folder / "cpu.max").split()
-    v1 = [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+    v2 = _read_text(folder / "cpu.max").split()
+    v1 = [_read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
     for fields in (v2, v1):
         if len(fields) == 2 and all(field.isdecimal() for field in fields) and int(fields[1]):
             yield int(fields[0]) / int(fields[1])
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):

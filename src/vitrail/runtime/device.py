@@ -22,7 +22,7 @@ def pick_device(name: str | torch.device = "auto") -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"there is no device {str(name)!r}; try cpu, cuda, cuda:1, mps or auto.") from None
+        raise ConfigError(f"unknown device {str(name)!r}; try cpu, cuda, cuda:1, mps or auto.") from None
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
@@ -81,7 +81,7 @@ def parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
         return name
     known = ("float32", "float64", "float16", "bfloat16")
     if name.removeprefix("torch.") not in known:
-        raise ConfigError(f"no dtype {name!r}{did_you_mean(name, known)}")
+        raise ConfigError(f"unknown dtype {name!r}{did_you_mean(name, known)}")
     dtype = getattr(torch, name.removeprefix("torch."))
     assert isinstance(dtype, torch.dtype)
     return dtype

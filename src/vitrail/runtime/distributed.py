@@ -81,8 +81,9 @@ class DistributedContext:
         finally:
             if isinstance(error, Exception) and is_peer_failure(error):
                 raise TrainError(
-                    f"process {self.rank} of {self.world_size} lost the connection to another one, which died or did "
-                    f"not respond in time ({first_sentence(error)}); its own error message says why. Use --resume."
+                    f"process {self.rank} of {self.world_size} lost the connection to another process, which died or "
+                    f"did not respond in time ({first_sentence(error)}). See the error of that process, and resume the "
+                    "run with --resume."
                 ) from error
 
     @property
@@ -136,13 +137,15 @@ class DistributedContext:
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
         """The main process's tensors, on the CPU; None if it passes None."""
-        mine = None if tensors is None else {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        local = None if tensors is None else {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         if self.world_size == 1:
-            return mine
-        kinds = self.broadcast_object(mine and [(name, t.shape, t.dtype) for name, t in mine.items()])
+            return local
+        kinds = self.broadcast_object(local and [(name, t.shape, t.dtype) for name, t in local.items()])
         if kinds is None:
             return None
-        found = mine if self.is_main and mine else {name: torch.empty(shape, dtype=kind) for name, shape, kind in kinds}
+        found = (
+            local if self.is_main and local else {name: torch.empty(shape, dtype=kind) for name, shape, kind in kinds}
+        )
         for tensor in found.values():
             dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # as bytes, for any dtype
         return found
@@ -202,7 +205,7 @@ def _local_device(device: str | torch.device, local_rank: int) -> torch.device:
     there = torch.cuda.device_count()
     if local_rank >= there:
         raise ConfigError(
-            f"there is no GPU for local process {local_rank}, only {there} in all; try --nproc-per-node={there}."
+            f"there is no GPU for local process {local_rank}: this machine has {there}; try --nproc-per-node={there}."
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

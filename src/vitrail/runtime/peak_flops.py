@@ -45,11 +45,11 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return best
 
 
-def slowdown(device: torch.device, dtype: torch.dtype, than: torch.dtype = torch.float32) -> float:
-    """Time of the products of a training step in `dtype`, divided by their time in `than`."""
+def slowdown(device: torch.device, dtype: torch.dtype, reference: torch.dtype = torch.float32) -> float:
+    """Time of the products of a training step in `dtype`, divided by their time in `reference`."""
     synchronize = _synchronizer(device)
     seconds = []
-    for each in (dtype, than):
+    for each in (dtype, reference):
         a = _matrix(256, device, each)
         seconds.append(sum(1 / max(_rate(product, a, synchronize) for _ in range(3)) for product in PRODUCTS))
     return seconds[0] / seconds[1]

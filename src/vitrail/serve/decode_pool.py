@@ -50,10 +50,10 @@ DeliverCallback = Callable[[Any, int, Pixels | None, Exception | None], None]
 class DecodePool:
     """Decodes the images of submitted requests and calls `deliver` for each."""
 
-    def __init__(self, images: ImageDecoder, count: int, metrics: Metrics, deliver: DeliverCallback) -> None:
+    def __init__(self, decoder: ImageDecoder, count: int, metrics: Metrics, deliver: DeliverCallback) -> None:
         """count: number of threads, and maximum number of processes, which are started on demand."""
-        limits = images.limits
-        self.decoder, self.metrics, self.deliver = images, metrics, deliver
+        limits = decoder.limits
+        self.decoder, self.metrics, self.deliver = decoder, metrics, deliver
         self._lock = threading.Lock()
         self.small_pending = 0
         """Images queued for or being decoded by threads, which will be ready soon."""
@@ -148,11 +148,11 @@ class DecodePool:
                 inspected.append(self.decoder.inspect(data))
             except RequestError as error:
                 raise error.for_image(index, request.count) from None
-        total, most = sum(image.cost for image in inspected), self.decoder.limits.max_total_pixels
-        if total > most:
+        total, limit = sum(image.cost for image in inspected), self.decoder.limits.max_total_pixels
+        if total > limit:
             message = (
                 f"the images have {total:,} pixels together (2 per pixel with transparency, 4 with 16 bits or more, "
-                f"1 for every 10 scans of a JPEG); at most {most:,} are allowed in one request."
+                f"1 for every 10 scans of a JPEG); at most {limit:,} are allowed in one request."
             )
             raise RequestError(413, "too_many_pixels", message)
         large = sum(image.cost for image in inspected if image.large)

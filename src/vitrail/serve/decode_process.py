@@ -144,5 +144,5 @@ def limit_memory(more: int) -> None:
     except OSError:
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = now + more if hard < 0 else min(now + more, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    limit = now + more if hard < 0 else min(now + more, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

@@ -60,8 +60,8 @@ class ExplainRequest:
 class Explainer:
     """Computes explanations for one model: call `check`, then `steps`."""
 
-    def __init__(self, served: ServedModel, images: ImageDecoder) -> None:
-        self.served, self.decoder = served, images
+    def __init__(self, served: ServedModel, decoder: ImageDecoder) -> None:
+        self.served, self.decoder = served, decoder
 
     @property
     def model(self) -> Model:

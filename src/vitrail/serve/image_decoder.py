@@ -73,8 +73,8 @@ class ImageDecoder:
         """Check the header and estimate the cost. Takes little time for any file."""
         data = _decode_base64(data) if isinstance(data, str) else data
         if not is_quick_header(data):
-            most = self.limits.max_pixels
-            return InspectedImage(data, None, most, most // UNREAD_HEADER_DIVISOR, large=True)
+            limit = self.limits.max_pixels
+            return InspectedImage(data, None, limit, limit // UNREAD_HEADER_DIVISOR, large=True)
         source, pixels, cost = self._read_header(data)
         return InspectedImage(data, source, pixels, cost, large=cost > SMALL_PIXELS or len(data) > SMALL_BYTES)
 
@@ -151,9 +151,9 @@ class ImageDecoder:
         if size > self.limits.max_pixels:
             raise self._too_large(f"{width} x {height} pixels")
         if data.startswith(b"\xff\xd8"):
-            most = min(MAX_SCANS, MAX_SCANS_OF_LARGEST * self.limits.max_pixels // max(size, 1))
-            if (count := count_scans(data, most)) > most:
-                raise RequestError(400, "image_unreadable", f"the image has more than {most} scans.")
+            limit = min(MAX_SCANS, MAX_SCANS_OF_LARGEST * self.limits.max_pixels // max(size, 1))
+            if (count := count_scans(data, limit)) > limit:
+                raise RequestError(400, "image_unreadable", f"the image has more than {limit} scans.")
             passes = max(-(-count // USUAL_SCANS), 1)
         return size, passes
 

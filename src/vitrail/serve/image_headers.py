@@ -83,15 +83,15 @@ def _is_quick_webp(data: bytes) -> bool:
     return True
 
 
-def count_scans(data: bytes, most: int) -> int:
-    """Number of scans of the main image of a JPEG, counted up to `most` + 1; 0 if there are few.
+def count_scans(data: bytes, limit: int) -> int:
+    """Number of scans of the main image of a JPEG, counted up to `limit` + 1; 0 if there are few.
 
     Metadata (thumbnails) and data after the end of the image (such as a video) are ignored.
     """
-    if data.count(b"\xff\xda") <= min(most, USUAL_SCANS):  # an upper bound, which is enough here
+    if data.count(b"\xff\xda") <= min(limit, USUAL_SCANS):  # an upper bound, which is enough here
         return 0
     at, count = 2, 0
-    while count <= most and (match := MARKER.search(data, at)) is not None:
+    while count <= limit and (match := MARKER.search(data, at)) is not None:
         at, marker = match.end(), data[match.end() - 1]
         if marker == END_OF_IMAGE:
             break

@@ -137,8 +137,8 @@ async def _read_image(content_type: str, chunks: Chunks) -> bytes:
 
 async def _receive_chunks(request: Request, limits: Limits, lease: Lease) -> Chunks:
     """Receive the body in chunks, within the size limit and the quota."""
-    promised = request.headers.get("content-length", "")
-    if promised.isdecimal() and int(promised) > limits.max_bytes:
+    content_length = request.headers.get("content-length", "")
+    if content_length.isdecimal() and int(content_length) > limits.max_bytes:
         raise _body_too_large(limits)
     got = 0
     while True:
@@ -158,10 +158,10 @@ async def _receive_chunks(request: Request, limits: Limits, lease: Lease) -> Chu
             return
 
 
-async def discard_body(request: Request, most: int) -> None:
+async def discard_body(request: Request, limit: int) -> None:
     """Receive and drop the rest of a rejected body, because many clients read the response only after sending."""
     got = 0
-    while got < most and not getattr(request.state, "whole", False):
+    while got < limit and not getattr(request.state, "whole", False):
         message = await request.receive()
         got += len(message.get("body", b""))
         if message["type"] == "http.disconnect" or not message.get("more_body"):
@@ -169,9 +169,9 @@ async def discard_body(request: Request, most: int) -> None:
 
 
 async def _parse_form(headers: Headers, chunks: Chunks, limits: Limits) -> RequestBody:
-    most = MAX_FORM_FIELDS + limits.max_images + 1
+    limit = MAX_FORM_FIELDS + limits.max_images + 1
     parser = _FormParser(
-        headers, _limit_parts(headers, chunks, most), max_files=limits.max_images, max_fields=MAX_FORM_FIELDS
+        headers, _limit_parts(headers, chunks, limit), max_files=limits.max_images, max_fields=MAX_FORM_FIELDS
     )
     try:
         return _body_from_form(await parser.parse(), parser.complete)
@@ -185,13 +185,13 @@ async def _parse_form(headers: Headers, chunks: Chunks, limits: Limits) -> Reque
         parser.close()
 
 
-async def _limit_parts(headers: Headers, chunks: Chunks, most: int) -> Chunks:
+async def _limit_parts(headers: Headers, chunks: Chunks, limit: int) -> Chunks:
     """Pass chunks on; raise RequestError if there are too many part boundaries, which are expensive to parse."""
     _, options = parse_options_header(headers["content-type"])
     boundary, count = b"\r\n--" + options.get(b"boundary", b""), 0
     async for chunk in chunks:
         count += chunk.count(boundary)
-        if count > most:
+        if count > limit:
             raise RequestError(400, "bad_form", "the form cannot be read: it has too many parts.")
         yield chunk
 

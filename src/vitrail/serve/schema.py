@@ -237,8 +237,8 @@ def validate_parameters(kind: type[Parameters], values: dict[str, Any]) -> Param
         known = ", ".join(kind.model_fields) or "none"
         raise RequestError(400, "invalid_parameter", f"unknown parameter {name[:40]!r}, expected one of {known}.")
     if detail["type"] == "too_long":
-        most = detail["ctx"]["max_length"]
-        raise RequestError(400, "invalid_parameter", f"{name} has {len(value):,} values, expected at most {most:,}.")
+        limit = detail["ctx"]["max_length"]
+        raise RequestError(400, "invalid_parameter", f"{name} has {len(value):,} values, expected at most {limit:,}.")
     raise RequestError(400, "invalid_parameter", f"{name}: got {_format_value(value)}, expected {EXPECTED[name]}.")
 
 

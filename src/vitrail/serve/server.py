@@ -143,7 +143,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
             sock.bind(addresses[0][4])
         except (OSError, UnicodeError) as error:
             reason = (getattr(error, "strerror", None) or str(error)).lower()
-            raise ConfigError(f"cannot listen at {host} port {port}: {reason}; {_bind_advice(error)}.") from None
+            raise ConfigError(f"cannot listen on {host}, port {port}: {reason}; {_bind_advice(error)}.") from None
         closing.pop_all()  # keep the socket open
     sock.set_inheritable(True)
     return sock
@@ -152,9 +152,9 @@ def bind_socket(host: str, port: int) -> socket.socket:
 def _bind_advice(error: Exception) -> str:
     number = getattr(error, "errno", None)
     if number in (errno.EACCES, errno.EPERM):
-        return "try a --port of 1024 or more, or 0 for any"
+        return "try a --port of 1024 or more, or --port 0 for any free port"
     if number == errno.EADDRINUSE:
-        return "try another --port, or 0 for any"
+        return "try another --port, or --port 0 for any free port"
     return "try --host 127.0.0.1 for this machine only, or 0.0.0.0 for all interfaces"
 
 

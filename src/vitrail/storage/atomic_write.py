@@ -63,7 +63,7 @@ def new_file(path: Path, overwrite: bool = False, *, folder: Path | None = None)
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder; pass the path of a file.")
     if not overwrite and os.path.lexists(path):
-        raise CheckpointError(f"{path} exists already; choose another name or pass --overwrite.")
+        raise CheckpointError(f"{path} already exists; choose another name or pass --overwrite.")
     with explain_write_errors(path), atomic_file(path, folder=folder, overwrite=overwrite) as temporary:
         yield temporary
 
@@ -111,14 +111,14 @@ def _check_folder(path: Path, overwrite: bool) -> None:
     if not os.path.lexists(path):
         return
     if not path.is_dir() or path.is_symlink():
-        raise CheckpointError(f"{path} exists already and is not a folder; choose another name.")
+        raise CheckpointError(f"{path} already exists and is not a folder; choose another name.")
     with explain_write_errors(path):
         inside = sorted(path.iterdir())
     if inside and not overwrite:
-        raise CheckpointError(f"{path} exists already and is not empty; choose another name or pass --overwrite.")
-    strange = [f.name for f in inside if f.suffix not in REPLACEABLE or not f.is_file()]
-    if strange:
-        names = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")
+        raise CheckpointError(f"{path} already exists and is not empty; choose another name or pass --overwrite.")
+    unexpected = [f.name for f in inside if f.suffix not in REPLACEABLE or not f.is_file()]
+    if unexpected:
+        names = ", ".join(unexpected[:3]) + (", ..." if len(unexpected) > 3 else "")
         raise CheckpointError(f"{path} was not replaced: it also contains {names}, which is not part of a checkpoint.")
 
 
@@ -208,4 +208,4 @@ def _raise_write_error(path: Path, number: int, error: BaseException) -> NoRetur
         reason = f"the folder {folder} does not exist or was removed; create it first"
     else:
         reason = os.strerror(number)
-    raise CheckpointError(f"could not write {path}: {reason}. Nothing was left behind.") from error
+    raise CheckpointError(f"could not write {path}: {reason}. No partial file was left.") from error

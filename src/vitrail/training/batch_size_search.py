@@ -59,8 +59,8 @@ def largest_that_fits(sizes: list[int], step: Callable[[int], None], free_memory
         found = size
     if found is None:
         raise TrainError(
-            f"not even a batch of {sizes[0]} fits this device; try gradient_checkpointing=true, a smaller image size "
-            "or grad_accum_steps."
+            f"a batch of {sizes[0]} does not fit in the memory of this device; try gradient_checkpointing=true, a "
+            "smaller image size or grad_accum_steps."
         )
     return found
 

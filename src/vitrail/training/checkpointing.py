@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vitrail.config.format_version import VERSION, current
+from vitrail.config.format_version import VERSION, upgrade
 from vitrail.errors import CheckpointError
 from vitrail.rng import derive_seed
 from vitrail.runtime import warn_once
@@ -99,9 +99,10 @@ def current_environment(device: torch.device, world_size: int) -> dict[str, Any]
     }
 
 
-def describe_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def describe_environment_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """A sentence for each entry of the environment that has changed since a checkpoint was written."""
-    return [f"{name} was {then[name]} and is {now[name]}" for name in now if name in then and then[name] != now[name]]
+    changed = [name for name in current if name in saved and saved[name] != current[name]]
+    return [f"{name} was {saved[name]} and is {current[name]}" for name in changed]
 
 
 class CheckpointManager:
@@ -172,7 +173,7 @@ class CheckpointManager:
             try:
                 return path, read_progress(path)
             except CheckpointError as error:
-                warn_once([f"{error}; {'the one before it is used' if steps else 'there is none before it'}"])
+                warn_once([f"{error}; {'the previous one is used' if steps else 'there is no previous one'}"])
         return None
 
     def read(self, path: Path, like: Tensors) -> Tensors:
@@ -238,8 +239,8 @@ class CheckpointManager:
                     shards.mkdir(parents=True)
             with self._all_or_none(temporary, path):
                 save_sharded(shards, {name: t for name, t in tensors.items() if name not in small}, self.distributed)
-                mine = {f"{SHARDS}/{file.name}": checksum(file) for file in shard_files(shards, self.distributed.rank)}
-            sums = {file: crc for part in self.distributed.all_gather_object(mine) for file, crc in part.items()}
+                local = {f"{SHARDS}/{file.name}": checksum(file) for file in shard_files(shards, self.distributed.rank)}
+            sums = {file: crc for part in self.distributed.all_gather_object(local) for file, crc in part.items()}
             with self._all_or_none(temporary, path):
                 if first:
                     write_safetensors(temporary / TENSORS, small)
@@ -280,7 +281,7 @@ class CheckpointManager:
 def read_progress(path: Path) -> Progress:
     """Read state.json and verify the checksums of the tensors; raises CheckpointError if anything is damaged."""
     try:
-        state = current("checkpoint", json.loads((path / STATE).read_text(encoding="utf-8")))
+        state = upgrade("checkpoint", json.loads((path / STATE).read_text(encoding="utf-8")))
         expected = state.pop("checksums", {})
         progress = Progress(**state)
         same = all((path / file).exists() and checksum(path / file) == crc for file, crc in expected.items())
@@ -320,8 +321,8 @@ def seed_rngs(seed: int, rank: int, *step: int) -> None:
 
 def rng_states(device: torch.device, distributed: DistributedContext) -> Tensors:
     """The states of the generators of all processes. Only the dropout inside fused attention draws from them."""
-    every = enumerate(distributed.all_gather_object(_local_rng_states(device)))
-    return {f"{GENERATORS}/{rank}/{name}": state for rank, states in every for name, state in states.items()}
+    by_rank = enumerate(distributed.all_gather_object(_local_rng_states(device)))
+    return {f"{GENERATORS}/{rank}/{name}": state for rank, states in by_rank for name, state in states.items()}
 
 
 def _local_rng_states(device: torch.device) -> Tensors:

@@ -18,7 +18,8 @@ from vitrail.model import Model
 from vitrail.models import BiT, Net, ViT
 from vitrail.models.base import eval_mode
 from vitrail.plugins import IN_MEMORY, import_reference, load_plugin, reference_to
-from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.family_defaults import default_preprocess
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.module_reader import read_module
 
 GROUPS = {"objective": "objectives", "callbacks": "callbacks", "trackers": "trackers"}
@@ -110,7 +111,7 @@ class CustomObjects:
 
 def _pass_again(setting: str, name: str, how: str) -> TrainError:
     return TrainError(
-        f"{setting}={name} was an object in memory, which config.json cannot hold; pass it again: "
+        f"{setting}={name} was an object in memory, which config.json cannot store; pass it again: "
         f"vitrail.train(..., {how})."
     )
 
@@ -130,9 +131,9 @@ def read_network(model: nn.Module | Model) -> tuple[Net, ModelInfo]:
         return read_module(model, overrides={})
     except FormatError as error:
         raise ModelError(
-            f"model={type(model).__name__} cannot be trained: run folders, checkpoints and reports hold the networks "
-            f"that vitrail can load. {error} For another architecture subclass vitrail.ViT, or train it with a loop of "
-            "your own."
+            f"model={type(model).__name__} cannot be trained, because run folders, checkpoints and reports need a "
+            f"network that vitrail can load. {error} For another architecture, subclass vitrail.ViT or write your own "
+            "training loop."
         ) from error
 
 
@@ -157,8 +158,8 @@ def _check_subclass(net: Net) -> None:
     own = sorted(set(net.state_dict()) ^ set(expected))
     if own:
         raise ModelError(
-            f"{name} differs from a {base.__name__} in the tensor {own[0]}, and model folders hold the tensors of a "
-            f"{base.__name__}; parameters that only training needs belong into an objective."
+            f"{name} differs from a {base.__name__} in the tensor {own[0]}, but model folders store the tensors of a "
+            f"{base.__name__}; put parameters that only training needs into an objective."
         )
     images = torch.randn(
         2, net.config.channels, *pair(net.config.image_size), generator=torch.Generator().manual_seed(0)
@@ -169,6 +170,6 @@ def _check_subclass(net: Net) -> None:
         got, expects = copied(images), plain(images)
     if float((got - expects).abs().max()) > MAX_RELATIVE_DIFFERENCE * max(float(expects.abs().max()), 1.0):
         raise ModelError(
-            f"{name} gives other outputs in evaluation mode than a {base.__name__} with its weights, which is what "
-            "vitrail.load would make of the run's model; change only what happens in training."
+            f"in evaluation mode, the outputs of {name} differ from those of a {base.__name__} with the same weights, "
+            "which is what vitrail.load builds from the model of a run; change only what happens in training."
         )

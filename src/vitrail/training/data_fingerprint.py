@@ -34,12 +34,12 @@ def fingerprint_data(
         "train": fingerprint(splits.train),
         "validation": fingerprint(splits.validation),
     }
-    every = distributed.all_gather_object(found)
-    for rank, other in enumerate(every):
-        if other != every[0]:
+    by_rank = distributed.all_gather_object(found)
+    for rank, other in enumerate(by_rank):
+        if other != by_rank[0]:
             what = "their images or labels differ"
-            if other["labels"] != every[0]["labels"]:
-                what = f"the classes are {_format_names(every[0]['labels'])} and {_format_names(other['labels'])}"
+            if other["labels"] != by_rank[0]["labels"]:
+                what = f"the classes are {_format_names(by_rank[0]['labels'])} and {_format_names(other['labels'])}"
             raise DataError(f"processes 0 and {rank} read different data: {what}.")
     return found
 
@@ -54,43 +54,43 @@ def check_splits(splits: Splits, labels: tuple[str, ...], source: str) -> None:
             )
 
 
-def check_fingerprint(then: DataFingerprint, now: DataFingerprint, source: str) -> list[str]:
+def check_fingerprint(saved: DataFingerprint, current: DataFingerprint, source: str) -> list[str]:
     """Notes about what has changed since the checkpoint; raises TrainError if the classes have changed."""
-    if not then:
+    if not saved:
         return [
-            f"the checkpoint was written by an older version, which did not record the classes and images: "
-            f"whether {source} is unchanged is not checked"
+            "the checkpoint was written by an older version, which did not record the classes and images, so it was "
+            f"not checked whether {source} has changed"
         ]
-    if classes := describe_class_changes(then, now):
+    if classes := describe_class_changes(saved, current):
         raise TrainError(
-            f"{source} has other classes than at the start of the run, and the model's outputs would stand for the "
-            f"wrong ones: {classes}. Restore the classes, or start a new run."
+            f"the classes of {source} have changed since the start of the run, so the model's outputs would no longer "
+            f"match them: {classes}. Restore the classes, or start a new run."
         )
     notes = []
-    if now["train"] is None:
-        notes.append(f"{source} is a stream: whether its images are unchanged is not checked")
-    elif then["train"] != now["train"]:
-        before, after = then["images"], now["images"]
+    if current["train"] is None:
+        notes.append(f"{source} is a stream, so it was not checked whether its images have changed")
+    elif saved["train"] != current["train"]:
+        before, after = saved["images"], current["images"]
         number = f"{after:,} as before, with other names or labels"
         if before != after:
-            number = f"{before:,} then, {after:,} now"
+            number = f"{before:,} before, {after:,} now"
         notes.append(
-            f"the training images of {source} have changed since the start of the run ({number}): from here on "
-            "the order of samples differs, and the result will not be that of an uninterrupted run"
+            f"the training images of {source} have changed since the start of the run ({number}): from this step on, "
+            "the order of samples differs, and the result will differ from that of an uninterrupted run"
         )
-    if then["validation"] != now["validation"]:
+    if saved["validation"] != current["validation"]:
         notes.append(
-            f"the validation images of {source} have changed since the start of the run: scores from here on cannot "
-            "be compared with those before, and the best score so far was measured on the old images"
+            f"the validation images of {source} have changed since the start of the run: later scores cannot be "
+            "compared with earlier ones, and the best score so far was measured on the old images"
         )
     return notes
 
 
-def describe_class_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def describe_class_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """A description of how the classes differ; empty if they do not."""
-    before, after = then["labels"], now["labels"]
-    if then["multi_label"] != now["multi_label"]:
-        one, other = ("one label", "any number of labels")[:: -1 if then["multi_label"] else 1]
+    before, after = saved["labels"], current["labels"]
+    if saved["multi_label"] != current["multi_label"]:
+        one, other = ("one label", "any number of labels")[:: -1 if saved["multi_label"] else 1]
         return f"an image had {one} and has {other}"
     if before == after:
         return ""

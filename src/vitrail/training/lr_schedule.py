@@ -31,7 +31,7 @@ class LRSchedule:
                 f"{total_steps}; try a shorter warm-up or a longer run."
             )
         if self.kind == "rsqrt" and self.timescale < 1:
-            raise ConfigError(f"rsqrt needs a timescale longer than {config.timescale}.")
+            raise ConfigError(f"schedule.timescale={config.timescale}: rsqrt needs at least one step.")
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:

@@ -48,10 +48,10 @@ class Muon(torch.optim.Muon):
         private_torch.foreach_lerp_(near, gradients, 1 - momentum)
         updates = private_torch.foreach_lerp(gradients, near, momentum) if group["nesterov"] else near
         private_torch.foreach_mul_(parts, 1 - lr * group["weight_decay"])
-        alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        indices_by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, matrix in enumerate(matrices):
-            alike[tuple(matrix.shape)].append(i)
-        for shape, members in alike.items():
+            indices_by_shape[tuple(matrix.shape)].append(i)
+        for shape, members in indices_by_shape.items():
             stacked = torch.stack([full_tensor(shard_like(memory[i], updates[i])) for i in members])
             turned = orthogonalize(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"])
             moves = [local_shard(matrices[i], move) for i, move in zip(members, turned.unbind(), strict=True)]

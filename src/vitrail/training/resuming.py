@@ -56,7 +56,7 @@ def resolve_run_folder(
         return RunFolder(latest_run_folder(expected))
     found = first_unused_folder(expected)
     if found != expected:
-        warn_once([f"{expected} already holds a run; this one is in {found}"])
+        warn_once([f"{expected} already contains a run; this one is written to {found}"])
     return RunFolder(found)
 
 
@@ -90,24 +90,23 @@ def resume_config(
     for name in changed:
         if name not in CHANGEABLE + (LENGTH if longer else ()):
             raise ConfigError(
-                f"{name} is {get_setting(before, name)} and cannot change when a run is resumed: its result would "
-                f"differ. What can change: {', '.join(CHANGEABLE)}; duration can grow. Start a new run instead."
+                f"{name} is {get_setting(before, name)} and cannot be changed when a run is resumed, because the "
+                "result would differ. Start a new run instead. Settings that can be changed: "
+                f"{', '.join(CHANGEABLE)}; duration can be increased."
             )
     return config
 
 
-def changed_settings(expected: Any, there: Any, path: str = "") -> list[str]:
+def changed_settings(new: Any, old: Any, path: str = "") -> list[str]:
     """Dotted paths of the settings that differ between a new config and the resolved one of an existing run."""
-    if isinstance(expected, Config) and type(expected) is type(there) and not isinstance(expected, Duration):
+    if isinstance(new, Config) and type(new) is type(old) and not isinstance(new, Duration):
         return [
             name
-            for inner in (field.name for field in fields(expected))
-            for name in changed_settings(getattr(expected, inner), getattr(there, inner), f"{path}.{inner}".lstrip("."))
+            for inner in (field.name for field in fields(new))
+            for name in changed_settings(getattr(new, inner), getattr(old, inner), f"{path}.{inner}".lstrip("."))
         ]
-    unresolved = (path in RESOLVED_NONE and expected is None) or (path in RESOLVED_AUTO and expected == "auto")
-    return (
-        [] if unresolved or (path == "model.num_classes" and expected == 0) or _equivalent(expected, there) else [path]
-    )
+    unresolved = (path in RESOLVED_NONE and new is None) or (path in RESOLVED_AUTO and new == "auto")
+    return [] if unresolved or (path == "model.num_classes" and new == 0) or _equivalent(new, old) else [path]
 
 
 def scale_durations(before: TrainConfig, config: TrainConfig, parts: Sequence[str], given: set[str]) -> TrainConfig:

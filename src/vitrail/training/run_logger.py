@@ -30,7 +30,7 @@ from vitrail.training.checkpointing import (
     Progress,
     Tensors,
     current_environment,
-    describe_changes,
+    describe_environment_changes,
     rng_states,
     seed_rngs,
     set_rng_states,
@@ -92,9 +92,11 @@ class RunLogger:
             self.run.remove_temporary_files()
         if saved is not None:
             path, progress = saved
-            changed = describe_changes(progress.environment, self.progress.environment)
+            changed = describe_environment_changes(progress.environment, self.progress.environment)
             if changed:
-                warn_once([f"resumed in another environment ({'; '.join(changed)}): the bits of the result may differ"])
+                warn_once(
+                    [f"resumed in another environment ({'; '.join(changed)}): the result may not be bitwise identical"]
+                )
             older = not progress.data_fingerprint
             if older and progress.num_images not in (None, self.progress.num_images):
                 warn_once([
@@ -126,7 +128,7 @@ class RunLogger:
         if progress.environment.get("processes") == world:
             set_rng_states(tensors, self.trainer.device, rank)
         elif any(getattr(module, "attention_dropout", 0) for module in self.trainer.objective.net.modules()):
-            warn_once(["on another number of processes attention_dropout draws other masks than before"])
+            warn_once(["with a different number of processes, attention_dropout draws different masks than before"])
 
     def _open(self) -> None:
         self.stack.callback(lambda: self.observers.end(self.status))

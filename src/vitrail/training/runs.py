@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from vitrail.config import BiTConfig, DataConfig, TrainConfig, ViTConfig, override, pair
+from vitrail.config.image import preprocess_for_size
 from vitrail.data.loader import usable_indices
 from vitrail.data.sources import open_data
 from vitrail.data.transfer import TargetTable
@@ -32,7 +33,6 @@ from vitrail.training.loop import FitResult, fit
 from vitrail.training.resuming import CHANGEABLE as CHANGEABLE
 from vitrail.training.resuming import PROPORTIONAL, resolve_run_folder, resume_config, scale_durations, setting_name
 from vitrail.weights.loading import load_checkpoint
-from vitrail.weights.model_info import preprocess_for_size
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Run:
         """The inverse of `to_dict`."""
         test, comparisons = found["test"], []
         for other in found["comparisons"]:
-            aside = RunFolder(path / "compare" / other["run"])
-            comparisons.append(cls.from_dict(aside.path, aside.read_config(), other))
+            comparison_folder = RunFolder(path / "compare" / other["run"])
+            comparisons.append(cls.from_dict(comparison_folder.path, comparison_folder.read_config(), other))
         return cls(
             path,
             config,
@@ -158,7 +158,7 @@ def train(
             named = config.replace(model=_network_config(model, config.model).to_dict())
             named = override(named, [o for o in overrides if setting_name(o).startswith("model.")])
             if _without_head(named.model) != _without_head(config.model):
-                raise ConfigError(f"--model {model} cannot change when a run is resumed. Start a new run instead.")
+                raise ConfigError(f"--model {model} cannot be changed when a run is resumed. Start a new run instead.")
         if auto_resume and (done := _finished_run(folder, config)) is not None:
             return done
     return run_training(config, folder, resume=resume, report=report, command=command, objects=objects)
@@ -188,7 +188,7 @@ def finetune(
     if resume or (auto_resume and folder.started):
         default = recipe == "finetune" and not auto_resume
         if not (default or _name_override(overrides) or folder.read_config().name.startswith(f"{recipe}-")):
-            raise ConfigError(f"--recipe {recipe} cannot change when a run is resumed. Start a new run instead.")
+            raise ConfigError(f"--recipe {recipe} cannot be changed when a run is resumed. Start a new run instead.")
         requested: dict[str, Any] = {
             "init_from": model or None,
             "data.source": data or None,
@@ -235,17 +235,15 @@ def finetune_config(
 ) -> TrainConfig:
     """The config that `finetune` chooses for a model and a data set."""
     if recipe not in tuning.FINETUNE_RECIPES:
-        raise NotFoundError(
-            f"no fine-tuning recipe is called {recipe!r}{did_you_mean(recipe, tuning.FINETUNE_RECIPES)}"
-        )
+        raise NotFoundError(f"unknown fine-tuning recipe {recipe!r}{did_you_mean(recipe, tuning.FINETUNE_RECIPES)}")
     about_data = [o for o in overrides if o.startswith("data.")]
     source = override(DataConfig(source=data), [o.removeprefix("data.") for o in about_data])
     with log_on_main_process():
         train = open_data(source).train
     if not hasattr(train, "__len__"):
         raise DataError(f"the number of images of {data} is unknown, and the settings depend on it; try shards:.")
-    images = len(usable_indices(train, TargetTable(train.targets, train.multi_label, required=True)))
-    config = tuning.FINETUNE_RECIPES[recipe](model, data, images=images, device=pick_device(device).type)
+    num_images = len(usable_indices(train, TargetTable(train.targets, train.multi_label, required=True)))
+    config = tuning.FINETUNE_RECIPES[recipe](model, data, num_images=num_images, device=pick_device(device).type)
     if recipe == "paper" and image_size is None:
         image_size = tuning.paper_image_size(load_checkpoint(model)[0].config)
     config = config.replace(name=_finetune_name(data, recipe), device=device, image_size=image_size)
@@ -314,10 +312,10 @@ def run_training(
     others = []
     with _explain_interrupt(folder):
         for change in config.compare:
-            aside = RunFolder(folder.path / "compare" / _slug(change), folder.lock_timeout_s, folder.path)
+            comparison_folder = RunFolder(folder.path / "compare" / _slug(change), folder.lock_timeout_s, folder.path)
             changed = override(config.replace(compare=(), callbacks=(), snapshot_every=None), [change])
-            other = fit(changed, aside, resume=aside.started, objects=objects)
-            others.append(Run(aside.path, other.setup.config, other.scores, other.stop_reason))
+            other = fit(changed, comparison_folder, resume=comparison_folder.started, objects=objects)
+            others.append(Run(comparison_folder.path, other.setup.config, other.scores, other.stop_reason))
             if other.stop_reason not in (None, "patience"):
                 return Run(
                     folder.path, config, result.scores, other.stop_reason, tuple(others), resume_step=other.resume_step
@@ -401,7 +399,7 @@ def _resolve_recipe(recipe: str | Path | TrainConfig, data: str | None, model: s
     elif str(recipe).endswith(".json"):
         config = read_run_config(Path(recipe).expanduser())
     else:
-        raise NotFoundError(f"no recipe is called {str(recipe)!r}{did_you_mean(str(recipe), RECIPES)}")
+        raise NotFoundError(f"unknown recipe {str(recipe)!r}{did_you_mean(str(recipe), RECIPES)}")
     if data is not None:
         config = config.replace(data=config.data.replace(source=data).to_dict())
     if model is not None:

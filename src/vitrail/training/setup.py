@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrail.config import BiTConfig, PreprocessConfig, TrainConfig, ViTConfig, pair
+from vitrail.config.image import preprocess_for_channels, preprocess_for_size
 from vitrail.data.sources import open_data
 from vitrail.data.sources.base import Source, Splits
 from vitrail.errors import ConfigError, DataError, TrainError
@@ -21,14 +22,7 @@ from vitrail.training.custom_objects import CustomObjects, copy_network
 from vitrail.training.data_fingerprint import DataFingerprint, check_fingerprint, check_splits, fingerprint_data
 from vitrail.weights.archive import unmap_weights
 from vitrail.weights.loading import adapt_model, load_checkpoint
-from vitrail.weights.model_info import (
-    FINE_TUNED_PREFIX,
-    TRAINED_PREFIX,
-    ModelInfo,
-    preprocess_for_channels,
-    preprocess_for_size,
-    strip_local_folders,
-)
+from vitrail.weights.model_info import FINE_TUNED_PREFIX, TRAINED_PREFIX, ModelInfo, strip_local_folders
 
 AnyConfig = ViTConfig | BiTConfig
 
@@ -74,7 +68,7 @@ def prepare_run(
     learns_labels = requires_labels(config.objective, objective)
     network_class = objects.network_class(config.init_from, weights=saved is None)
     with distributed.main_process_first():  # which downloads and indexes for all
-        splits = open_data(config.data, require_labels=learns_labels, own=objects.data(config.data.source))
+        splits = open_data(config.data, require_labels=learns_labels, source_splits=objects.data(config.data.source))
     warn_once(splits.notes, about=config.data.source)
     labels = tuple(splits.train.labels)
     if learns_labels and not labels:
@@ -116,7 +110,7 @@ def _describe_old_behavior(config: TrainConfig) -> list[str]:
         )
         if config.classify.class_weights == "balanced":
             found.append("balanced class weights apply to each class of a mixed target, not to the image")
-    return [f"this version trains differently from here on: {' and '.join(found)}"] if found else []
+    return [f"from this step on, the run trains differently than before: {' and '.join(found)}"] if found else []
 
 
 def _load_init_from(config: TrainConfig, labels: tuple[str, ...], objects: CustomObjects) -> tuple[Net, ModelInfo]:
@@ -154,10 +148,10 @@ def _regularization_settings(model: AnyConfig | None) -> dict[str, float]:
     return {name: getattr(model, name) for name in ("dropout", "attention_dropout", "drop_path")}
 
 
-def _check_matches_checkpoint(asked: AnyConfig, before: AnyConfig, after: AnyConfig) -> None:
+def _check_matches_checkpoint(requested: AnyConfig, before: AnyConfig, after: AnyConfig) -> None:
     """Raise if a setting of the network differs from the checkpoint's and cannot be changed."""
     first, last = before.to_dict(), after.to_dict()
-    for name, value in asked.to_dict().items():
+    for name, value in requested.to_dict().items():
         if name != "num_classes" and value not in (first.get(name), last.get(name)):
             raise ConfigError(
                 f"model.{name}={value}, but the checkpoint has {last.get(name)}. Only dropout, attention_dropout and "
@@ -183,10 +177,10 @@ def _create_network(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, 
 def _default_preprocess(model: AnyConfig) -> PreprocessConfig:
     """Antialiased bicubic resizing; from 96 px on with a margin around the center crop."""
     size = pair(model.image_size)
-    usual = PreprocessConfig(image_size=224, resize="short", resize_to=256, interpolation="bicubic")
+    preprocess = PreprocessConfig(image_size=224, resize="short", resize_to=256, interpolation="bicubic")
     if min(size) < 96:
-        return preprocess_for_channels(usual.replace(image_size=size, resize_to=None), model.channels)
-    return preprocess_for_size(usual, size, model.channels)
+        return preprocess_for_channels(preprocess.replace(image_size=size, resize_to=None), model.channels)
+    return preprocess_for_size(preprocess, size, model.channels)
 
 
 def _with_classes(model: AnyConfig, num_classes: int) -> AnyConfig:
@@ -211,9 +205,9 @@ def _check_sizes(net: Net, preprocess: PreprocessConfig) -> None:
         )
 
 
-def format_sample_names(source: Source, indices: npt.NDArray[np.int64], most: int = 10) -> str:
-    """The keys of the first `most` samples, for a message."""
+def format_sample_names(source: Source, indices: npt.NDArray[np.int64], limit: int = 10) -> str:
+    """The keys of the first `limit` samples, for a message."""
     key = getattr(source, "key", lambda number: f"number {number} of the stream")
-    named = [key(int(i)) for i in indices[:most]]
-    rest = f" and {len(indices) - most} more" if len(indices) > most else ""
+    named = [key(int(i)) for i in indices[:limit]]
+    rest = f" and {len(indices) - limit} more" if len(indices) > limit else ""
     return ", ".join(named) + rest

@@ -44,7 +44,7 @@ def shard_files(folder: Path, rank: int) -> list[Path]:
 
 
 def load_sharded(folder: Path, into: Mapping[str, Tensor], distributed: DistributedContext) -> None:
-    """Read into existing tensors, sharded in any way or not at all, what any number of processes wrote."""
+    """Read a sharded checkpoint into existing tensors; the number of processes and the sharding may differ."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load

@@ -348,11 +348,11 @@ def _check_batch_size(config: TrainConfig, processes: int, images: int) -> int:
     shares = processes * parts
     if images and batch > images:
         raise ConfigError(
-            f"batch_size={batch} is more than the {images:,} images to learn from; try batch_size={images // 2}."
+            f"batch_size={batch} is more than the {images:,} training images; try batch_size={images // 2}."
         )
     if batch % shares:
         raise ConfigError(
-            f"batch_size={batch} cannot be shared evenly by {processes} processes in {parts} parts each; "
+            f"batch_size={batch} cannot be divided evenly among {processes} processes with {parts} parts each; "
             f"try batch_size={-(-batch // shares) * shares}."
         )
     share = batch // processes
@@ -360,7 +360,7 @@ def _check_batch_size(config: TrainConfig, processes: int, images: int) -> int:
         more, smaller = math.lcm(group * processes, shares), math.gcd(share, group)
         other = f", augment.mix_group={smaller}" if smaller > 1 else ""
         raise ConfigError(
-            f"batch_size={batch} gives each of {processes} processes {share} images, which are no whole groups of "
-            f"augment.mix_group={group} to mix; try batch_size={-(-batch // more) * more}{other} or fewer processes."
+            f"batch_size={batch} gives each of {processes} processes {share} images, which is not a multiple of "
+            f"augment.mix_group={group}; try batch_size={-(-batch // more) * more}{other} or fewer processes."
         )
     return batch

@@ -10,8 +10,9 @@ network; `checkpoint.write` writes a network, and `conversion` also verifies the
 - Renaming tensors: `renaming` applies the rename table of `native`, `timm`, `torchvision`, `facebook`, `open_clip`,
   `google`, `google_bit` or `huggingface` (its tables are in `huggingface_names`).
 - Inferring the config: `infer_info` in the same modules, with `timm_config` and `huggingface_config` for config.json
-  and `timm_origin` for files that have none; `size_limits` checks it before a network is built.
+  and `timm_family` for files that have none; `family_defaults` has what no tensor shows, such as how positions are
+  resampled. `size_limits` checks the config before a network is built.
 - Preprocessing and class names: a sidecar decides (`timm_config`, `huggingface_preprocess`), else the family
-  (`model_info.default_preprocess`); `class_names` reads labels. `model_info.ModelInfo` holds config, both, and notes.
+  (`family_defaults`); `class_names` reads labels. `model_info.ModelInfo` holds config, both, and notes.
 - Writing: each format's `write`, through `writers` and `storage.atomic_write`. `module_reader` reads modules in memory.
 """

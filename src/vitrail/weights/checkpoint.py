@@ -20,11 +20,12 @@ from vitrail.plugins import load_plugin, plugin_names
 from vitrail.weights import google, google_bit, open_clip
 from vitrail.weights.archive import Archive, align_tensor, open_archive
 from vitrail.weights.facebook import FACEBOOK
+from vitrail.weights.family_defaults import default_preprocess, family_conventions
 from vitrail.weights.file_type import DOWNLOAD_AGAIN, summarize_names
 from vitrail.weights.format import Format
 from vitrail.weights.huggingface import HUGGINGFACE
 from vitrail.weights.huggingface_config import check_model_type
-from vitrail.weights.model_info import ModelInfo, default_preprocess, family_conventions
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.native import NATIVE
 from vitrail.weights.sidecars import stated_model
 from vitrail.weights.size_limits import check_names, check_sizes
@@ -79,11 +80,11 @@ def detect_format(archive: Archive, family: str | None = None) -> tuple[Format, 
         if prefix is None:
             continue
         beside = [n for n in archive.tensors if not n.startswith(prefix)]
-        strange = [n for n in beside if not any(fnmatch.fnmatchcase(n, p) for p in form.ignored_outside)]
-        if strange:
+        unexpected = [n for n in beside if not any(fnmatch.fnmatchcase(n, p) for p in form.ignored_outside)]
+        if unexpected:
             raise FormatError(
                 f"{archive.source}: read as {form.name}, the tensors do not match: unexpected outside {prefix!r}: "
-                f"{summarize_names(strange, limit=8)}."
+                f"{summarize_names(unexpected, limit=8)}."
             )
         ignored_notes = [f"ignored tensors outside {prefix!r}: {summarize_names(beside)}."] if beside else []
         inside = archive.tensors.strip_prefix(prefix).rename(form.normalize_name)
@@ -237,7 +238,7 @@ def _canonical_family(family: str | None) -> str | None:
     """A family's name with the capitalization of FAMILIES."""
     canonical = next((name for name in FAMILIES if name.lower() == str(family).lower()), family)
     if canonical is not None and canonical not in FAMILIES:
-        raise NotFoundError(f"no family is called {family!r}{did_you_mean(canonical, FAMILIES)}")
+        raise NotFoundError(f"unknown family {family!r}{did_you_mean(canonical, FAMILIES)}")
     return canonical
 
 
@@ -262,6 +263,6 @@ def _check_finite(state: Mapping[str, Tensor], source: str) -> None:
     if bad:
         names_summary = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
         raise CheckpointError(
-            f"{source}: {names_summary} contain NaN or infinity: the file is damaged or the run diverged; "
+            f"{source}: NaN or infinity in {names_summary}: the file is damaged or the run diverged; "
             "try an earlier checkpoint (check_finite=False loads it anyway)."
         )

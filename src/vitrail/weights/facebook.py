@@ -18,9 +18,10 @@ from vitrail.config import BiTConfig, ViTConfig
 from vitrail.models.model_names import infer_num_heads
 from vitrail.weights import timm
 from vitrail.weights.archive import Archive
+from vitrail.weights.family_defaults import default_preprocess, family_conventions
 from vitrail.weights.format import Format
 from vitrail.weights.google import UNCOVERED_BORDER
-from vitrail.weights.model_info import ModelInfo, default_preprocess, family_conventions
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import POSITION, POSITION_NAMES, TOKENS, AnyConfig, RenameTable, Rule, weight_and_bias
 from vitrail.weights.writers import write_torch
 

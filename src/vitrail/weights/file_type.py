@@ -93,6 +93,7 @@ def _zip_type(path: Path) -> FileType:
 
 
 def _text_type(path: Path, start: bytes) -> FileType:
+    """The type of a text file: "index" for an index of shards; CheckpointError that says what any other file is."""
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` in its repository.")
     if HTML.match(start):

@@ -61,9 +61,9 @@ class Format:
             raise ConversionError(f"{self.name} files can be read but not written.")
         if parts := self.unsupported_parts(info):
             raise ConversionError(f"{self.name}'s format cannot represent {_join_and(parts)}.")
-        if (drifts := self.inexact_conventions(info)) and not approximate:
+        if (inexact := self.inexact_conventions(info)) and not approximate:
             raise ConversionError(
-                f"{self.name}'s format cannot state {_join_and(drifts)}; its library would compute slightly "
+                f"{self.name}'s format cannot state {_join_and(inexact)}; its library would compute slightly "
                 "different outputs. Pass --approximate (approximate=True) to write it anyway."
             )
 

@@ -21,8 +21,9 @@ from torch import Tensor
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.weights.archive import Archive
+from vitrail.weights.family_defaults import default_preprocess
 from vitrail.weights.format import Format, Writer
-from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import (
     CLASS_TOKEN,
     HWIO_TO_OIHW,
@@ -213,7 +214,7 @@ def table(naming: ViTNaming, config: AnyConfig) -> RenameTable:
 
 
 def detect(naming: ViTNaming, archive: Archive) -> str | None:
-    """The shortest prefix that fits, ignoring optimizer moments, which have the same names as the network."""
+    """The prefix of the names, the shortest that fits; optimizer moments, which have the same names, are ignored."""
     names, prefixes = archive.tensors, []
     old = f"{naming.first_block}MultiHeadDotProductAttention_1/query/kernel"
     new = f"{naming.first_block}MultiHeadDotProductAttention_0/query/kernel"

@@ -10,9 +10,10 @@ from typing import Any
 
 from vitrail.config import BiTConfig, ViTConfig
 from vitrail.weights.archive import Archive
+from vitrail.weights.family_defaults import default_preprocess
 from vitrail.weights.format import Format
 from vitrail.weights.google import EXTRA_TENSORS, ShapeReader, dense_rules, norm_rules, npz_writer
-from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import FLATTEN, HWIO_TO_OIHW, AnyConfig, RenameTable, Rule, single_tensor
 
 # C channels of the last feature map
@@ -85,7 +86,7 @@ def normalize_name(name: str) -> str:
 
 
 def detect(naming: BiTNaming, archive: Archive) -> str | None:
-    """The shortest prefix that fits, ignoring optimizer moments, which have the same names as the network."""
+    """The prefix of the names, the shortest that fits; optimizer moments, which have the same names, are ignored."""
     names = {normalize_name(name) for name in archive.tensors}
     root, second = naming.their_name("root.weight"), naming.their_name(f"{OUR_UNIT}norm1.weight")
     prefixes = [name.removesuffix(root) for name in names if name.endswith(root)]

@@ -15,6 +15,7 @@ from vitrail.models.families import FAMILIES
 from vitrail.storage.atomic_write import new_folder, write_json
 from vitrail.weights import huggingface_preprocess as processor
 from vitrail.weights.archive import Archive
+from vitrail.weights.family_defaults import default_preprocess
 from vitrail.weights.format import Format, header_metadata
 from vitrail.weights.huggingface_config import (
     BACKBONES,
@@ -27,7 +28,7 @@ from vitrail.weights.huggingface_config import (
     model_class,
 )
 from vitrail.weights.huggingface_names import normalize_name, table
-from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import AnyConfig
 from vitrail.weights.sidecars import stated_model
 from vitrail.weights.writers import write_safetensors

@@ -7,9 +7,8 @@ import re
 from typing import Any, Literal
 
 from vitrail.config import Pair, PreprocessConfig, pair
-from vitrail.config.image import CLIP_MEAN, CLIP_STD, HALF
+from vitrail.config.image import CLIP_MEAN, CLIP_STD, HALF, preprocess_for_channels
 from vitrail.weights.archive import Archive
-from vitrail.weights.model_info import preprocess_for_channels
 
 RESAMPLE: dict[int, Literal["nearest", "lanczos", "bilinear", "bicubic", "area"]]
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.config import BiTConfig, Pair, pair
+from vitrail.config.image import preprocess_for_channels, preprocess_for_size
 from vitrail.errors import FormatError, VitrailError
 from vitrail.models import Net, ViT
 from vitrail.weights import checkpoint
 from vitrail.weights.locate import ModelLocation, locate
-from vitrail.weights.model_info import ModelInfo, preprocess_for_channels, preprocess_for_size
+from vitrail.weights.model_info import ModelInfo
 
 
 def load_checkpoint(
@@ -70,7 +71,7 @@ def adapt_model(
     if num_classes is None:
         return net, info
     if num_classes == net.config.num_classes and info.task == "classify":
-        return net, info.with_notes(f"it already has {num_classes} classes: its head is kept")
+        return net, info.with_notes(f"the model already has {num_classes} classes; its head is kept")
     net = net.with_classes(num_classes)
     info = info.replace(config=net.config, labels=None, multi_label=False, task="classify" if num_classes else "embed")
     return net, info.with_notes(

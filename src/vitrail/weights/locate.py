@@ -86,7 +86,8 @@ def _raise_not_found(path: Path) -> ModelLocation:
     if near:
         raise NotFoundError(f"no such file: {path}; did you mean {str(folder / near[0])!r}?")
     if not names:
-        raise NotFoundError(f"no such file: {path}; {folder} contains no models.")
+        where = f"the folder {folder}" if folder != Path() else "the current folder"
+        raise NotFoundError(f"no such file: {path}; {where} contains no models.")
     raise NotFoundError(f"no such file: {path}; found {summarize_names(str(folder / name) for name in names)}.")
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath, PureWindowsPath
 from typing import Any, Literal
 
-from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
-from vitrail.config.format_version import VERSION, current
+from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig
+from vitrail.config.format_version import VERSION, upgrade
 from vitrail.errors import ConfigError, FormatError
-from vitrail.models.families import FAMILIES, TIMM
+from vitrail.models.families import FAMILIES
 
 FINE_TUNED_PREFIX, TRAINED_PREFIX = "fine-tuned from ", "trained on "
 """Prefixes of `ModelInfo.origin` for models that vitrail trained."""
@@ -91,7 +90,7 @@ class ModelInfo:
                 f"expected format='vitrail' and a version, got format={values.get('format')!r}, "
                 f"version={values.get('version')!r}."
             )
-        values = current("model", values)
+        values = upgrade("model", values)
         for name, allowed in (
             ("config_type", ("vit", "bit")),
             ("task", ("classify", "embed")),
@@ -126,56 +125,3 @@ def _file_stem(origin: str) -> str:
     """A weights file's name without its suffix; a hub id or name unchanged."""
     path = PurePath(origin)
     return path.stem if path.suffix in (".safetensors", ".npz", ".pth", ".pt", ".bin") else origin
-
-
-def family_conventions(family: str, config: ViTConfig | BiTConfig) -> dict[str, Any]:
-    """Config fields that a family's reference code fixes and no tensor shows: `activation`, `norm_eps`, `resample`."""
-    if isinstance(config, BiTConfig):
-        return {}
-    options = FAMILIES[family].config_overrides
-    fixed: dict[str, Any] = {name: options[name] for name in ("activation", "norm_eps", "resample") if name in options}
-    if config.activation == "swiglu":  # visible in the tensors
-        fixed.pop("activation", None)
-    if family == "DINOv2" and config.num_registers:
-        fixed["resample"] = "timm"  # antialiased, without the offset: unlike DINOv2 without registers
-    return fixed
-
-
-def default_preprocess(family: str, config: ViTConfig | BiTConfig, library: str = "") -> PreprocessConfig:
-    """A family's default preprocessing, for checkpoints that state none. timm's default for ViT is its own."""
-    defaults = TIMM if library == "timm" and family == "ViT" else FAMILIES[family]
-    size = pair(config.image_size)
-    if (
-        defaults.eval_image_size
-        and isinstance(config, ViTConfig)
-        and not any(defaults.eval_image_size % side for side in pair(config.patch_size))
-    ):
-        size = pair(defaults.eval_image_size)
-    return preprocess_for_size(defaults.preprocess, size, config.channels, defaults.crop_fraction)
-
-
-def preprocess_for_size(
-    preprocess: PreprocessConfig, size: tuple[int, int], channels: int, crop: Callable[[int], float] | None = None
-) -> PreprocessConfig:
-    """Adapt preprocessing to an image size and number of channels.
-
-    `crop` gives the crop ratio for a side length; without it, the current ratio is kept. For a crop that is not square,
-    the image is resized to just cover it: resizing the short side alone would require padding.
-    """
-    if preprocess.resize == "short" and size[0] != size[1]:
-        preprocess = preprocess.replace(resize_to=None)
-    elif preprocess.resize_to is not None:
-        crop_ratio = crop(min(size)) if crop else min(pair(preprocess.image_size)) / preprocess.resize_to
-        preprocess = preprocess.replace(resize_to=max(int(min(size) / crop_ratio + 1e-9), 1))
-    return preprocess_for_channels(preprocess.replace(image_size=size), channels)
-
-
-def preprocess_for_channels(preprocess: PreprocessConfig, channels: int) -> PreprocessConfig:
-    """Adapt mean and std to a number of channels: averaged for one channel, repeated in turn for more than three."""
-    mean, std = preprocess.mean, preprocess.std
-    if channels == len(mean):
-        return preprocess
-    if channels == 1:
-        return preprocess.replace(mean=(sum(mean) / len(mean),), std=(sum(std) / len(std),))
-    turns = [i % len(mean) for i in range(channels)]
-    return preprocess.replace(mean=tuple(mean[i] for i in turns), std=tuple(std[i] for i in turns))

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from vitrail.config import pair
+from vitrail.config.image import preprocess_for_size
 from vitrail.errors import CheckpointError, FormatError
 from vitrail.models import Net, ViT
 from vitrail.models.base import BaseNet, eval_mode
 from vitrail.weights import checkpoint
 from vitrail.weights.archive import Archive, LazyTensors
-from vitrail.weights.model_info import ModelInfo, preprocess_for_size
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.unsupported import reject_architecture
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -88,15 +89,15 @@ def _is_transformers(module: Any) -> bool:
 
 def _archive_of(module: Any) -> Archive:
     package, name = type(module).__module__.partition(".")[0], type(module).__name__
-    beside: dict[str, Any] = {}
+    sidecars: dict[str, Any] = {}
     if _is_transformers(module):
         config = module.config
-        beside = {"config.json": config.to_dict(), **_find_processor_config(str(getattr(config, "name_or_path", "")))}
+        sidecars = {"config.json": config.to_dict(), **_find_processor_config(str(getattr(config, "name_or_path", "")))}
     elif architecture := (getattr(module, "pretrained_cfg", None) or {}).get("architecture"):
         reject_architecture(architecture)
-        package, name, beside = "timm", architecture, {"config.json": _timm_config(module, architecture)}
+        package, name, sidecars = "timm", architecture, {"config.json": _timm_config(module, architecture)}
     source = f"{package}'{'' if package.endswith('s') else 's'} {name}"
-    header = {file: json.dumps(content, default=str) for file, content in beside.items()}
+    header = {file: json.dumps(content, default=str) for file, content in sidecars.items()}
     return Archive(source, LazyTensors.from_tensors(_cpu_state_dict(module, source), source), metadata=header)
 
 

@@ -22,8 +22,9 @@ from vitrail.config import PreprocessConfig, ViTConfig, pair
 from vitrail.errors import ConversionError, FormatError
 from vitrail.models.model_names import infer_num_heads
 from vitrail.weights.archive import Archive
+from vitrail.weights.family_defaults import default_preprocess
 from vitrail.weights.format import Format
-from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import (
     CONCAT_QKV,
     POSITION_FLAT,

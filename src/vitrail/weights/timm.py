@@ -16,8 +16,9 @@ from vitrail.models.model_names import CLIP_EMBED_DIM
 from vitrail.storage.atomic_write import new_folder, write_json
 from vitrail.weights import timm_config
 from vitrail.weights.archive import Archive
+from vitrail.weights.family_defaults import default_preprocess, family_conventions
 from vitrail.weights.format import Format, header_metadata
-from vitrail.weights.model_info import ModelInfo, default_preprocess, family_conventions
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import (
     CLASS_TOKEN,
     CONV1X1_TO_LINEAR,
@@ -30,7 +31,7 @@ from vitrail.weights.renaming import (
     Transform,
     weight_and_bias,
 )
-from vitrail.weights.timm_origin import infer_family, script_args
+from vitrail.weights.timm_family import infer_family, script_args
 from vitrail.weights.writers import write_safetensors
 
 # R registers, D width
@@ -185,7 +186,7 @@ def infer_info(archive: Archive) -> ModelInfo:
     if not from_file:
         notes.append(
             f"the file does not store preprocessing; {family}'s default is used: {preprocess.summary()}. "
-            "Pass --family NAME (family=... in Python) if the model is of another family."
+            "Pass --family NAME (family=... in Python) if it belongs to another family."
         )
     labels = stated.labels(config.num_classes)
     projects = (
@@ -258,7 +259,7 @@ def _vit_config(archive: Archive, stated: timm_config.TimmConfig) -> tuple[ViTCo
     if (classes := stated.config_json.get("num_classes")) not in (None, options["num_classes"]):
         stated.notes.append(f"config.json has num_classes={classes}, but the head has {options['num_classes']}.")
     resembled = _resembles(archive, options)
-    options |= stated.conventions(swiglu=up == 2 * down, resembled=resembled)
+    options |= stated.activation_and_eps(swiglu=up == 2 * down, resembled=resembled)
     options["layer_scale"] = options["layer_scale"] and (stated.args.get("init_values") or options["layer_scale"])
     options["num_heads"], note = stated.num_heads(width, down, archive, resembled)
     notes += [note] if note else []

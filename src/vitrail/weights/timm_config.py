@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
+from vitrail.config.image import preprocess_for_channels
 from vitrail.errors import FormatError
 from vitrail.models.model_names import BIT_LAYERS, infer_num_heads, is_published_size, parse_name
 from vitrail.models.published_models import PUBLISHED_MODELS
 from vitrail.weights.archive import Archive
 from vitrail.weights.class_names import imagenet_1k
-from vitrail.weights.model_info import ModelInfo, preprocess_for_channels
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.sidecars import open_clip_pretrained_cfg, open_clip_tower, stated_model
-from vitrail.weights.timm_origin import SUPPORTED_ARCHS, arch_from_script
+from vitrail.weights.timm_family import SUPPORTED_ARCHS, arch_from_script
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu-tanh", "quick_gelu": "gelu-quick", "gelu_erf": "gelu"}
 TANH_ARCHS = re.compile(r"large_patch16_siglip.*_512$|so400m_patch16_siglip|giantopt|patch32_siglip")
@@ -168,8 +169,8 @@ class TimmConfig:
         sources = (self.args, self.config_json, self.pretrained_cfg)
         return str(next((s["global_pool"] for s in sources if s.get("global_pool")), ""))
 
-    def conventions(self, swiglu: bool, resembled: str) -> dict[str, Any]:
-        """Activation and epsilon: from the arguments, else fixed by the architecture, else passed by the caller.
+    def activation_and_eps(self, swiglu: bool, resembled: str) -> dict[str, Any]:
+        """`activation` and `norm_eps`: from the arguments, else fixed by the architecture, else passed by the caller.
 
         resembled: the model whose image tower the tensors resemble, "CLIP" or "SigLIP"; "" for neither.
         """
@@ -184,7 +185,7 @@ class TimmConfig:
             plain = "gelu-tanh" if TANH_ARCHS.search(self.arch) else "gelu"
             activation = "gelu-quick" if "quickgelu" in self.arch else plain
         else:
-            activation = self._bare_activation(resembled)
+            activation = self._activation_without_arch(resembled)
         is_clip = "_clip_" in self.arch if self.arch else resembled == "CLIP"
         if self.arch and is_clip and activation == "gelu" and (not self.tag or self.tag.startswith(QUICKGELU_TAGS)):
             self.notes.append(
@@ -193,7 +194,7 @@ class TimmConfig:
             )
         return {"activation": activation, "norm_eps": 1e-5 if is_clip and not self.args.get("norm_layer") else 1e-6}
 
-    def _bare_activation(self, resembled: str) -> str:
+    def _activation_without_arch(self, resembled: str) -> str:
         """The caller's activation, required where the tensors fit models with different ones; else GELU, as in timm."""
         error = UNKNOWN_ACTIVATION.get(resembled)
         if error and "activation" not in self.hints and self.hints.get("family") in (None, resembled):

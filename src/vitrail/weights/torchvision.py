@@ -10,13 +10,13 @@ from pathlib import Path
 from torch import Tensor
 
 from vitrail.config import BiTConfig, Pair, PreprocessConfig, ViTConfig, pair
-from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
+from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD, preprocess_for_channels, preprocess_for_size
 from vitrail.errors import FormatError
 from vitrail.models.model_names import infer_num_heads
 from vitrail.weights.archive import Archive
 from vitrail.weights.format import Format
 from vitrail.weights.google import GELU_NAMES, UNCOVERED_BORDER, parts_beyond_original
-from vitrail.weights.model_info import ModelInfo, preprocess_for_channels, preprocess_for_size
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import (
     CLASS_TOKEN,
     POSITION,

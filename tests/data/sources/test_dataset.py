@@ -110,7 +110,7 @@ def test_splits_come_from_one_dataset_a_tuple_or_a_dict():
 
 def test_open_data_holds_out_images_of_a_dataset():
     own = splits_from(Counting([0, 1] * 30, np.zeros((60, 4, 4, 3), np.uint8)), "mine")
-    splits = open_data(DataConfig(source="memory:mine", held_out=0.25), own=own)
+    splits = open_data(DataConfig(source="memory:mine", held_out=0.25), source_splits=own)
     assert splits.eval_split == "held out"
     assert len(splits.train) + len(splits.validation) == 60
     assert 5 < len(splits.validation) < 25

@@ -132,7 +132,7 @@ def test_unlabeled_images_follow_their_hash_alone():
 
 def test_a_note_names_the_classes_that_have_one_image():
     _, notes = hold_out(["a", "b", "c", "d"], np.array([0, 0, 1, 2]), 0.5, ["cat", "dog", "emu"])
-    assert notes[0] == "the classes dog, emu have only one image, used for training"
+    assert notes[0] == "the classes dog, emu have only one image, which is used for training"
 
 
 def test_a_note_names_the_classes_that_the_hash_put_on_one_side():
@@ -142,7 +142,7 @@ def test_a_note_names_the_classes_that_the_hash_put_on_one_side():
     assert helped == [0]
     _, notes = hold_out(keys, targets, 0.1, ["cat", "dog", "emu"])
     assert notes == [
-        "the hash left training or validation without images of the class cat, so one image was moved there; "
+        "the hash put all images of the class cat into one split, so one image was moved to the other; "
         "it may move back when more are added"
     ]
 

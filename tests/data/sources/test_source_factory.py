@@ -69,11 +69,11 @@ def test_the_kind_of_a_folder_is_detected_by_its_contents(make_folder, shards, t
     [
         (
             "cifr10",
-            r"no data source 'cifr10': not a built-in dataset, and not a file or folder.*; did you mean 'cifar10'\?",
+            r"unknown data source 'cifr10': not a built-in dataset, and not a file or .*; did you mean 'cifar10'\?",
         ),
         ("foldr:x", r"unknown kind of data source 'foldr' in 'foldr:x'; did you mean 'folder'\?"),
         ("no/such/place", r"no file or folder no/such/place \(relative to "),
-        ("builtin:imagenet", r"no built-in dataset 'imagenet'; available: cifar10"),
+        ("builtin:imagenet", r"unknown built-in dataset 'imagenet'; available: cifar10"),
         ("folder:", r"'folder:' has nothing after the colon; try folder:photos/"),
         ("https://host/page.html", r"is not the URL of a tar file"),
     ],
@@ -169,7 +169,7 @@ def test_one_image_of_each_class_is_not_enough_to_hold_any_out(make_folder):
 
 def test_a_single_image_of_a_class_is_noted_and_used_for_training(make_folder, logged_notes):
     splits = open_data(DataConfig(source=str(make_folder("photos", {"a": 20, "b": 1}))))
-    assert logged_notes[1] == "the class b has only one image, used for training"
+    assert logged_notes[1] == "the class b has only one image, which is used for training"
     assert 1 in splits.train.targets
     assert 1 not in splits.validation.targets
 

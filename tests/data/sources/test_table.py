@@ -117,7 +117,7 @@ def test_images_in_the_only_matching_subfolder_are_found(images, png_bytes):
         (
             "image,label\nnone.png,a\n",
             NotFoundError,
-            r"none of the first 1 images of .* exists, such as .*none\.png",
+            r"the images of .* were not found, such as .*none\.png",
         ),
         (
             "0.png,cat\n1.png,dog\n",

@@ -76,12 +76,12 @@ def hold_out(
     notes = []
     if single:
         verb = "has" if len(single) == 1 else "have"
-        notes.append(f"{_format_classes(single, labels)} {verb} only {one}, used for training")
+        notes.append(f"{_format_classes(single, labels)} {verb} only {one}, which is used for training")
     if moved:
         each = " of each" * (len(moved) > 1)
         notes.append(
-            f"the hash left training or validation without images of {_format_classes(moved, labels)}, "
-            f"so {one}{each} was moved there; it may move back when more are added"
+            f"the hash put all images of {_format_classes(moved, labels)} into one split, so {one}{each} was moved to "
+            "the other; it may move back when more are added"
         )
     if not_held_out:
         notes.append(f"no images of {_format_classes(not_held_out, labels)} can be held out without splitting a group")

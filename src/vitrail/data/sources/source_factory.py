@@ -30,22 +30,22 @@ DEFAULT_HELD_OUT = 0.1
 """Fraction of the training images held out if the source has no validation or test split."""
 
 
-def open_data(config: DataConfig, *, require_labels: bool = True, own: SourceSplits | None = None) -> Splits:
+def open_data(config: DataConfig, *, require_labels: bool = True, source_splits: SourceSplits | None = None) -> Splits:
     """Open the data that a config names and choose its splits. Remarks are logged.
 
     The validation split is the first of: the source that `validation` names, a fraction of the
     training images (`held_out`), the source's own validation split, its test split, a tenth of the
     training images.
     require_labels: raise DataError for a folder or a table without labels.
-    own: the data itself, for a config that has no more than its name.
+    source_splits: the data itself, for a config that has no more than its name.
     """
     if config.validation is not None and config.held_out is not None:
         raise ConfigError(
             f"validation={config.validation!r} and held_out={config.held_out} both define the validation split; "
             "give one of them."
         )
-    own = own or open_source_splits(config, require_labels=require_labels)
-    splits = _choose_splits(own, config, require_labels)
+    source_splits = source_splits or open_source_splits(config, require_labels=require_labels)
+    splits = _choose_splits(source_splits, config, require_labels)
     if config.fraction is not None:
         splits = replace(splits, train=_select_fraction(splits.train, config))
     notes = [*splits.notes, *_describe_duplicates(splits)]
@@ -68,7 +68,7 @@ def open_source_splits(config: DataConfig, *, require_labels: bool = True) -> So
     if spec.kind == "stream":
         return _open_stream(spec.location, config)
     if spec.kind == "memory":
-        raise DataError(f"{config.source} was a dataset in memory, which has to be passed again with data=.")
+        raise DataError(f"{config.source} was a dataset in memory; pass it again with data=.")
     if spec.kind not in KINDS:
         with plugin_errors("sources", spec.kind):
             return splits_from(load_plugin("sources", spec.kind)(spec.location), config.source)
@@ -77,36 +77,36 @@ def open_source_splits(config: DataConfig, *, require_labels: bool = True) -> So
     return open_hub(spec.location, config, require_labels=require_labels)
 
 
-def _choose_splits(own: SourceSplits, config: DataConfig, require_labels: bool) -> Splits:
-    notes = own.notes
+def _choose_splits(splits: SourceSplits, config: DataConfig, require_labels: bool) -> Splits:
+    notes = splits.notes
     if config.validation is not None:
-        other = _open_validation(config, own.train, require_labels)
-        return Splits(own.train, other, own.test, "validation", notes)
-    if isinstance(own.train, ShardStream) and (config.held_out is not None or not own.has_eval_split):
+        other = _open_validation(config, splits.train, require_labels)
+        return Splits(splits.train, other, splits.test, "validation", notes)
+    if isinstance(splits.train, ShardStream) and (config.held_out is not None or not splits.has_eval_split):
         raise DataError(
             f"no images of {config.source} can be held out, because a stream has no random access; "
             "give a validation source with validation=."
         )
-    if config.held_out is None and own.validation is not None:
-        return Splits(own.train, own.validation, own.test, "validation", notes)
-    if config.held_out is None and own.test is not None:
-        return Splits(own.train, own.test, own.test, "test", notes)
-    train, held_out, remarks = _hold_out(own, config)
-    test = own.test if own.test is not None else own.validation
+    if config.held_out is None and splits.validation is not None:
+        return Splits(splits.train, splits.validation, splits.test, "validation", notes)
+    if config.held_out is None and splits.test is not None:
+        return Splits(splits.train, splits.test, splits.test, "test", notes)
+    train, held_out, remarks = _hold_out(splits, config)
+    test = splits.test if splits.test is not None else splits.validation
     return Splits(train, held_out, test, "held out", (*notes, *remarks))
 
 
-def _hold_out(own: SourceSplits, config: DataConfig) -> tuple[Subset, Subset, list[str]]:
+def _hold_out(splits: SourceSplits, config: DataConfig) -> tuple[Subset, Subset, list[str]]:
     """Split the training images in two by a hash of their keys or group names: (train, held out, notes)."""
-    source: Source = own.train
+    source: Source = splits.train
     fraction = config.held_out if config.held_out is not None else DEFAULT_HELD_OUT
-    groups = own.groups
+    groups = splits.groups
     if groups is None and config.groups is not None:
         groups = group_names(_keys(source), config.groups)
     notes: list[str] = []
     # Images without labels count as one class, so that at least one of them is held out.
     targets = source.targets if source.labels else np.zeros(len(source), np.int64)
-    if own.stratify and groups is None:
+    if splits.stratify and groups is None:
         mask = hold_out_stratified(_keys(source), targets, fraction)
     else:
         mask, notes = hold_out(_keys(source), targets, fraction, source.labels, groups)
@@ -137,8 +137,8 @@ def _open_validation(config: DataConfig, train: Any, require_labels: bool) -> So
     assert config.validation is not None
     classes = list(train.labels) if require_labels else None
     other = config.replace(source=config.validation, validation=None, class_names=classes, groups=None, held_out=None)
-    own = open_source_splits(other, require_labels=require_labels)
-    validation: Source = own.validation if own.validation is not None else own.evaluation_source
+    splits = open_source_splits(other, require_labels=require_labels)
+    validation: Source = splits.validation if splits.validation is not None else splits.evaluation_source
     if isinstance(validation, ShardStream):
         raise DataError(
             f"{config.validation} is a stream, which cannot be used for validation; try shards: instead of stream:."

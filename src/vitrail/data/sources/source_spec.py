@@ -70,7 +70,7 @@ def _with_kind(kind: str, location: str) -> SourceSpec:
         return SourceSpec(kind, location)
     if name := canonical_name(location):
         return SourceSpec(kind, name)
-    raise NotFoundError(f"no built-in dataset {location!r}{did_you_mean(location, CATALOG)}")
+    raise NotFoundError(f"unknown built-in dataset {location!r}{did_you_mean(location, CATALOG)}")
 
 
 def _detect(text: str) -> SourceSpec:
@@ -94,7 +94,7 @@ def _detect(text: str) -> SourceSpec:
     if "/" in text or "\\" in text:
         raise NotFoundError(f"no file or folder {path} (relative to {Path.cwd()}).")
     raise NotFoundError(
-        f"no data source {text!r}: not a built-in dataset, and not a file or folder in {Path.cwd()}"
+        f"unknown data source {text!r}: not a built-in dataset, and not a file or folder in {Path.cwd()}"
         f"{did_you_mean(text, _known(CATALOG))}"
     )
 

@@ -249,7 +249,7 @@ def _find_root(table: Path, paths: PackedStrings) -> tuple[Path, list[str]]:
     if len(subfolders) == 1:
         return subfolders[0], [f"the images of {table.name} are in {subfolders[0].name}/"]
     raise NotFoundError(
-        f"none of the first {len(checked)} images of {table} exists, such as {root / checked[0]}; "
+        f"the images of {table} were not found, such as {root / checked[0]}; "
         "expected paths relative to the table's folder."
     )
 

@@ -134,7 +134,7 @@ def _finetuning(scale: Scale, data: DataConfig | None, start: str, percent: floa
     config = config.replace(batch_size=BATCH_SIZES[scale][percent])
     _, count, warmup = STEPS[scale]
     if scale == "paper":
-        recipe = finetune_paper("", config.data.source, images=IMAGENET_IMAGES)
+        recipe = finetune_paper("", config.data.source, num_images=IMAGENET_IMAGES)
         config = config.replace(optim=recipe.optim.to_dict(), batch_size=recipe.batch_size)
     changes = {"duration": steps(count), "schedule": config.schedule.replace(warmup=steps(warmup))}
     return Arm(

@@ -57,10 +57,10 @@ def arch_from_script(archive: Archive) -> tuple[str, str, dict[str, Any]]:
     return "", "", {}
 
 
-def infer_family(archive: Archive, stated: str, config: ViTConfig) -> str:
-    """The family, from the architecture and tag in a sidecar, else the script's arguments, else the tensors."""
-    if stated:
-        return _family_in_text(stated.lower()) or "ViT"
+def infer_family(archive: Archive, sidecar_text: str, config: ViTConfig) -> str:
+    """The family: from the architecture and tag in a sidecar, else the script's arguments, else the tensors."""
+    if sidecar_text:
+        return _family_in_text(sidecar_text.lower()) or "ViT"
     args = script_args(archive)
     for names, family in SCRIPT_ARGS:
         if names <= args.keys():

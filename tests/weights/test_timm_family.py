@@ -171,7 +171,7 @@ def test_family_can_be_passed(tmp_path: Path) -> None:
     assert net.config == info.config
     _, info = read(deit(), tmp_path, family="DeiT")
     assert (info.family, info.config.activation, info.config.resample) == ("DeiT", "gelu", "huggingface")
-    with pytest.raises(NotFoundError, match="no family is called 'DeiTT'; did you mean 'DeiT'"):
+    with pytest.raises(NotFoundError, match="unknown family 'DeiTT'; did you mean 'DeiT'"):
         read(deit(), tmp_path, family="DeiTT")
 
 
