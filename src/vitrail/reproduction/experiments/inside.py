@@ -14,7 +14,7 @@ from vitrail.explain.overlays import as_rgb
 from vitrail.explain.positions import SIMILARITY_MEANING
 from vitrail.recipes.cifar10 import cifar10
 from vitrail.recipes.digits import small_gray_vit
-from vitrail.reproduction.analysis import Analysis, Block, Metric, Paragraph, Plot, Table, Verdict
+from vitrail.reproduction.analysis import Analysis, Block, Metric, Paragraph, Plot, Table, Verdict, arm_table
 from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Line, line_plot
@@ -85,6 +85,7 @@ def _cifar10(data: DataConfig | None, *, class_token: bool) -> TrainConfig:
 def analyze(results: Results) -> Analysis:
     blocks: list[Block] = [
         Plot("distance", "Attention distance by depth; bands are 95 % intervals over seeds.", lambda: trend(results)),
+        arm_table(results, "The models, with 95 % intervals.", {"test": "test accuracy, %"}),
         number_table(results),
     ]
     for name in results.arms:
@@ -141,7 +142,6 @@ def _why_random(results: Results) -> str:
 def number_table(results: Results) -> Table:
     """Numbers of each arm, trained and untrained, in the rows."""
     names = {
-        "test": "test accuracy",
         "distance, first layer": "attention distance, first layer, px",
         "distance, last layer": "attention distance, last layer, px",
         "widest first head": "widest head of the first layer / uniform",

@@ -90,7 +90,9 @@ def arms(scale: Scale, data: DataConfig | None = None) -> list[Arm]:
         config = exercise(scale, data, 50 if longer else 10)
         assert config.model is not None
         model = config.model.replace(position=kind, **pooled[pooling])
-        factors = {"positions": kind, "pooling": pooling, "epochs": f"{config.duration.count:g}"}
+        factors = {"positions": kind, "pooling": pooling}
+        if scale != "tiny":
+            factors["epochs"] = f"{config.duration.count:g}"
         found.append(Arm(name=name, config=config.replace(model=model), factors=factors, measures=("development",)))
     return found
 
@@ -208,9 +210,9 @@ def _meaning(results: Results) -> str:
         "where close patches are similar. Share of rows and columns: the fraction of the embeddings' variance that a "
         f"vector for the row plus one for the column explains; {random:.2f} for random embeddings. Overlap: the mean "
         "squared cosine between the space of the 4 leading principal components of E's rows, or of what training "
-        "changed in them, and that of the image patches, which have 16 dimensions; 0.25 for random rows. A step of "
-        "gradient descent adds combinations of patches to E's rows, so its components can only come from those of the "
-        "patches and from the initial values."
+        "changed in them, and that of the image patches, which have 16 dimensions; 0.25 for random rows. The gradient "
+        "of a row of E is a combination of patches, so gradient descent adds nothing else to the initial values; AdamW "
+        "scales each weight's step, so that this is approximate here."
     )
 
 
