@@ -20,11 +20,11 @@ from vitrail.config import (
     epochs,
     pair,
 )
+from vitrail.config.image import preprocess_for_size
 from vitrail.recipes.cifar10 import MEAN, STD
 from vitrail.recipes.digits import small_gray_vit
 from vitrail.recipes.imagenet import SHARDS, SHARDS_21K, imagenet21k_b16
 from vitrail.reproduction.arm import Scale
-from vitrail.config.image import preprocess_for_size
 
 LEARNING_RATES: dict[Scale, tuple[float, ...]] = {
     "tiny": (3e-3, 1e-3, 1e-2),
