@@ -126,7 +126,7 @@ def test_resolved_settings_do_not_count_as_changed():
 def test_longer_duration_extends_and_shorter_is_refused():
     assert train(4).config.duration == steps(4)
     assert RunFolder(train(6).path).read_config().duration == steps(6)
-    with pytest.raises(ConfigError, match=r"duration=4 steps \(4 steps\) is shorter than the run \(6 steps"):
+    with pytest.raises(ConfigError, match=r"duration=4 steps is shorter than the run \(6 steps"):
         train(4)
     assert train(6).finished
 

@@ -177,7 +177,7 @@ def test_operations_that_need_the_network_name_the_checkpoint_to_load(files, tmp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image_size": 64}, "already exported: image_size cannot be changed"),
+        ({"image_size": 64}, "is an exported file: image_size cannot be changed"),
         ({"num_classes": 3, "channels": 1}, "channels, num_classes cannot be changed"),
         ({"activation": "gelu-quick"}, "activation cannot be changed"),
         ({"device": "cuda"}, "runs on the CPU only; for cuda"),

@@ -132,7 +132,9 @@ def check_unchanged(
     """Raise ConfigError if an option would change what was exported."""
     changed = sorted(name for name, value in options.items() if value is not None)
     if changed:
-        raise ConfigError(f"{path} is already exported: {', '.join(changed)} cannot be changed.")
+        raise ConfigError(
+            f"{path} is an exported file: {', '.join(changed)} cannot be changed; try the original checkpoint."
+        )
     if str(device) not in ("auto", "cpu"):
         raise ConfigError(
             f"{path} is exported and runs on the CPU only; for {device}, load the checkpoint it was made from."

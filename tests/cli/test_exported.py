@@ -105,7 +105,7 @@ def test_commands_that_need_the_network_fail_with_one_sentence(
     ("options", "message"),
     [
         (["--dtype", "bfloat16"], "has a fixed precision"),
-        (["--image-size", "64"], "is already exported: image_size cannot be changed"),
+        (["--image-size", "64"], "is an exported file: image_size cannot be changed"),
         (["--engine", "torch"], "is run by onnxruntime or openvino, not by torch"),
     ],
 )

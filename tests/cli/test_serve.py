@@ -185,7 +185,7 @@ def test_an_exported_file_is_served_by_its_own_engine(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--image-size", 64], "is already exported: --image-size has no effect"),
+        (["--image-size", 64], "is an exported file: --image-size has no effect"),
         (["--device", "cuda"], "is exported and runs on the CPU only; for cuda, serve the checkpoint it was made from"),
         (["--dtype", "bfloat16"], "has a fixed precision; for bfloat16, export it again or serve the checkpoint"),
     ],

@@ -132,7 +132,7 @@ def test_finished_run_can_be_extended_but_not_shortened(vitrail: Command, finish
     assert logged_metrics(Path("longer"))[-1]["step"] == 14
     result = vitrail("train", "--resume", "--out", "longer", "duration=13 steps")
     assert result.errors == [
-        "duration=13 steps (13 steps) is shorter than the run (14 steps, of which 14 are done); when a run is "
+        "duration=13 steps is shorter than the run (14 steps, of which 14 are done); when a run is "
         "resumed, its duration can only be increased."
     ]
 

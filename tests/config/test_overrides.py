@@ -115,6 +115,7 @@ RUN = TrainConfig(model=ViTConfig(image_size=32, patch_size=4, num_classes=0))
         (VIT, "activation=relu", "is not a valid value"),
         (VIT, "activation=gelu_tanh", "did you mean 'gelu-tanh'"),
         (VIT, "num_heads=5", "width=768 is not divisible by num_heads=5"),
+        (RUN, "augment.flip=2", "^augment.flip=2.0: expected a probability"),
         (RUN, "optim.lrr=1", "did you mean 'optim.lr'"),
         (RUN, "optimizer.lr=1", "did you mean 'optim.lr'"),
         (RUN, "schedule.warm=1 step", "did you mean 'schedule.warmup'"),

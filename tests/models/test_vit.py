@@ -165,7 +165,7 @@ def test_fused_attention_is_bypassed_only_if_attention_is_requested(monkeypatch:
         ({"pool": "coca", "pool_heads": 3}, "pool_width=16 is not divisible by pool_heads=3"),
         ({"pool": "coca", "pool_norm": "after"}, "pool_norm='before'"),
         ({"pool": "coca", "class_token": False}, "class_token=true"),
-        ({"pool": "map", "pool_heads": 2}, "only for pool='coca', not to pool='map'"),
+        ({"pool": "map", "pool_heads": 2}, "only for pool='coca', not for pool='map'"),
         ({"pool_width": 8}, "only for pool='coca'"),
     ],
 )

@@ -71,8 +71,8 @@ def test_changed_class_order_is_refused_and_the_run_folder_is_unchanged(album: P
         resume_run(tmp_path / "run")
     assert str(caught.value) == (
         f"the classes of {album} have changed since the start of the run, so the model's outputs would no longer match "
-        "them: they were apple, bed, bowl, camel and are bed, bowl, camel, zebra. Restore the classes, or start a new "
-        "run."
+        "them: they were apple, bed, bowl, camel and are now bed, bowl, camel, zebra. Restore the classes, or start a "
+        "new run."
     )
     assert file_contents(tmp_path / "run") == before
     (album / "zebra").rename(album / "apple")
@@ -84,7 +84,7 @@ def test_finished_run_keeps_its_class_names(album: Path, tmp_path: Path):
     """Resuming would write the model again, with the changed class names."""
     train_run(photo_config(album, 2), tmp_path / "run")
     (album / "apple").rename(album / "zebra")
-    with pytest.raises(TrainError, match="they were apple, bed, bowl, camel and are bed, bowl, camel, zebra"):
+    with pytest.raises(TrainError, match="they were apple, bed, bowl, camel and are now bed, bowl, camel, zebra"):
         resume_run(tmp_path / "run")
     assert vitrail.load(tmp_path / "run").labels == ("apple", "bed", "bowl", "camel")
 
@@ -98,7 +98,7 @@ def test_fine_tuning_and_comparisons_refuse_changed_classes(
     vitrail.finetune("start", "album", overrides=overrides, out="run", report=False)
     (album / "camel").rename(album / "ant")
     for folder in ("run", "run/compare/seed-1"):
-        with pytest.raises(TrainError, match="are ant, apple, bed, bowl"):
+        with pytest.raises(TrainError, match="are now ant, apple, bed, bowl"):
             vitrail.finetune("", "", resume=True, out=folder, report=False)
 
 
@@ -109,21 +109,22 @@ def test_class_changes_are_described_briefly():
         return describe_class_changes({"labels": before, "multi_label": False}, {"labels": after, "multi_label": False})
 
     assert describe(labels, labels) == ""
-    assert describe(["a", "b"], ["a", "b", "c"]) == "they were a, b and are a, b, c"
+    assert describe(["a", "b"], ["a", "b", "c"]) == "they were a, b and are now a, b, c"
     assert describe(labels, labels[1:]) == (
-        "there were 100 and are 99; gone: class 000; 99 moved, the first: class 0 was class 000, is class 001"
+        "there were 100 and are now 99; missing: class 000; 99 have another index, the first is class 0: it was class "
+        "000 and is now class 001"
     )
     assert describe(labels, [*labels[:98], "class 099", "class 098"]) == (
-        "2 moved, the first: class 98 was class 098, is class 099"
+        "2 have another index, the first is class 98: it was class 098 and is now class 099"
     )
     single_label = {"labels": labels, "multi_label": False}
     assert (
         describe_class_changes(single_label, single_label | {"multi_label": True})
-        == "an image had one label and has any number of labels"
+        == "an image had one label and now has any number of labels"
     )
     assert (
         describe_class_changes(single_label | {"multi_label": True}, single_label)
-        == "an image had any number of labels and has one label"
+        == "an image had any number of labels and now has one label"
     )
 
 

@@ -14,7 +14,7 @@ from vitrail.cli.options import Data, ImageSize, Json, parse_size
 from vitrail.cli.settings import print_settings
 from vitrail.cli.train import command_line, print_result, settings_table
 from vitrail.config import override
-from vitrail.errors import NotFoundError, did_you_mean
+from vitrail.errors import ConfigError, NotFoundError, did_you_mean
 from vitrail.recipes.finetune import FINETUNE_RECIPES
 from vitrail.runtime import is_main_process
 
@@ -57,7 +57,7 @@ def finetune(
     overrides = [*(overrides or []), *replace(run, device=None).overrides]
     options: dict[str, Any] = {
         "recipe": recipe,
-        "trainable": int(trainable) if trainable.isdecimal() else trainable,
+        "trainable": _parse_trainable(trainable),
         "image_size": parse_size(image_size),
     }
     where: dict[str, Any] = {"out": run.out, "auto_resume": run.auto_resume, "report": run.report}
@@ -79,3 +79,11 @@ def finetune(
     if is_main_process():
         err.print(settings_table(config))
     print_result(train(config, **where), as_json)
+
+
+def _parse_trainable(text: str) -> str | int:
+    if text.isdecimal():
+        return int(text)
+    if text not in ("all", "head"):
+        raise ConfigError(f"--trainable expects all, head or a number of blocks, got {text!r}.")
+    return text

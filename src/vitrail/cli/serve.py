@@ -136,7 +136,9 @@ def _check_unchanged(model: str, *, device: str = "auto", dtype: str = "float32"
     for name in ("image_size", "channels", "section", "family", "overrides", "calibrate"):
         if options.get(name):
             option = "set" if name == "overrides" else name.replace("_", "-")
-            raise ConfigError(f"{model} is already exported: --{option} has no effect.")
+            raise ConfigError(
+                f"{model} is an exported file: --{option} has no effect; serve the checkpoint it was made from."
+            )
     if device not in ("auto", "cpu"):
         raise ConfigError(
             f"{model} is exported and runs on the CPU only; for {device}, serve the checkpoint it was made from."

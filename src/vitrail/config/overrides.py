@@ -81,6 +81,8 @@ def _apply_overrides(config: Config, changes: Iterable[Change], root: Config, se
         return dataclasses.replace(config, **values)
     except ConfigError as error:  # the path of the setting says more than the name of the class
         message = str(error).replace(f"{type(config).__name__}.", section, 1)
+        if message.partition("=")[0] in known:  # such as flip=2.0: expected ...
+            message = section + message
         raise ConfigError(message) from None
 
 

@@ -91,19 +91,21 @@ def describe_class_changes(saved: Mapping[str, Any], current: Mapping[str, Any])
     before, after = saved["labels"], current["labels"]
     if saved["multi_label"] != current["multi_label"]:
         one, other = ("one label", "any number of labels")[:: -1 if saved["multi_label"] else 1]
-        return f"an image had {one} and has {other}"
+        return f"an image had {one} and now has {other}"
     if before == after:
         return ""
     if max(len(before), len(after)) <= MAX_NAMES_SHOWN:
-        return f"they were {_format_names(before)} and are {_format_names(after)}"
-    words = [] if len(before) == len(after) else [f"there were {len(before):,} and are {len(after):,}"]
+        return f"they were {_format_names(before)} and are now {_format_names(after)}"
+    words = [] if len(before) == len(after) else [f"there were {len(before):,} and are now {len(after):,}"]
     known, found = set(before), set(after)
-    words += [f"gone: {_format_names(gone)}"] if (gone := [name for name in before if name not in found]) else []
+    words += [f"missing: {_format_names(gone)}"] if (gone := [name for name in before if name not in found]) else []
     words += [f"new: {_format_names(new)}"] if (new := [name for name in after if name not in known]) else []
     moved = [number for number, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]]
     if moved:
         at = moved[0]
-        words.append(f"{len(moved):,} moved, the first: class {at} was {before[at]}, is {after[at]}")
+        words.append(
+            f"{len(moved):,} have another index, the first is class {at}: it was {before[at]} and is now {after[at]}"
+        )
     return "; ".join(words)
 
 

@@ -31,8 +31,9 @@ def check_extension(before: TrainConfig, trainer: Trainer, saved: Progress) -> l
     old = max(before.duration.to_steps(batch_size=trainer.batch_size, images=trainer.num_images), 1)
     if total < old:
         raise ConfigError(
-            f"duration={config.duration} ({total:,} steps) is shorter than the run ({old:,} steps, of which {step:,} "
-            "are done); when a run is resumed, its duration can only be increased."
+            f"duration={config.duration}{'' if config.duration.unit == 'steps' else f' ({total:,} steps)'} is shorter "
+            f"than the run ({old:,} steps, of which {step:,} are done); when a run is resumed, its duration can only "
+            "be increased."
         )
     if total == old:
         return []
