@@ -23,6 +23,7 @@ from vitrail.runs.metrics_log import read_metrics
 from vitrail.runs.run_folder import RunFolder
 from vitrail.runtime import log
 from vitrail.runtime.distributed import DistributedContext
+from vitrail.training.checkpointing import Progress
 from vitrail.training.loop import fit
 from vitrail.training.setup import prepare_run
 from vitrail.training.trainer import Trainer
@@ -39,7 +40,7 @@ def bare(config: TrainConfig, count: int) -> float:
     """Images per second of the step alone."""
     with DistributedContext.from_env(config.device) as distributed:
         trainer = Trainer(prepare_run(config, distributed), distributed)
-        with trainer.training_loader(0) as batches:
+        with trainer.training_loader(Progress()) as batches:
             batch = next(batches)
             images, targets = trainer.augmentation(batches.cropped)(batch)
         images, targets = images.clone(), targets.clone()
