@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 from training.small_runs import digits_config
 
-from vitrail.reproduction.arm import Arm, Trial
+from vitrail.reproduction.analysis import Analysis, Plot
+from vitrail.reproduction.arm import Arm, Scale, Trial
+from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.planning import Plan
 from vitrail.reproduction.results import Results, TrialResult
 
@@ -43,3 +47,51 @@ def finish_all(plan: Plan, results: Results, make: Callable[[Trial], TrialResult
         results.trials[trial.key] = make(trial)
         order.append(trial)
     return order
+
+
+def requested_metrics(experiment: Experiment, arms: Sequence[Arm], scale: Scale) -> set[str]:
+    """Names of the measurements that an experiment's analysis and figures read."""
+    asked: set[str] = set()
+    read = TrialResult.value
+
+    def note(self: TrialResult, metric: str) -> float | None:
+        asked.add(metric)
+        return read(self, metric)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(TrialResult, "value", note)
+        known: set[str] = {""}
+        while known != asked:
+            known = set(asked)
+            draw_all(experiment.analyze(random_results(arms, asked, seeds=2, scale=scale)))
+    return asked - set(TrialResult.__dataclass_fields__)
+
+
+def random_results(
+    arms: Sequence[Arm], metrics: Iterable[str], *, seeds: int, draw: int = 0, scale: Scale = "tiny"
+) -> Results:
+    """Results of all trials of an experiment with random numbers; `draw` is the seed of these."""
+    rng = random.Random(draw)
+
+    def make(trial: Trial) -> TrialResult:
+        of_arm = random.Random(f"{draw} {trial.arm.name}")
+        return make_result(
+            trial,
+            test=rng.uniform(0.3, 0.9),
+            validation=rng.uniform(0.3, 0.9),
+            seconds=rng.uniform(5, 20),
+            images=of_arm.randrange(10**5, 10**6),
+            flops=of_arm.randrange(10**6, 10**7),
+            parameters=of_arm.randrange(10**4, 10**5),
+            measures={name: rng.random() for name in sorted(set(metrics) - set(TrialResult.__dataclass_fields__))},
+        )
+
+    results = Results(arms, scale, ())
+    finish_all(Plan(tuple(arms), seeds), results, make)
+    return results
+
+
+def draw_all(analysis: Analysis) -> None:
+    for block in analysis.blocks:
+        if isinstance(block, Plot):
+            block.draw()

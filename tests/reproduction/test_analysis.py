@@ -94,7 +94,7 @@ def test_similarity_says_its_numbers():
 def test_similarity_of_too_few_arms_is_undecided():
     for tests, gap in (({}, 0.5), ({"a": [0.5]}, 0.5), (SPREAD, None)):
         found = similarity(tests, gap)
-        assert (found.outcome, found.reason) == ("undecided", "too few of the runs are finished.")
+        assert (found.outcome, found.reason) == ("undecided", "Too few of the runs are finished.")
 
 
 def test_the_summary_counts_outcomes():

@@ -199,14 +199,14 @@ def _markdown(experiment: Experiment, results: Results, analysis: Analysis, abou
             lines += [
                 block.caption,
                 "",
-                "| " + " | ".join(block.columns) + " |",
+                "| " + " | ".join(map(_escape, block.columns)) + " |",
                 "| " + " | ".join("---" for _ in block.columns) + " |",
             ]
             lines += [
                 "| " + " | ".join(_escape(format_cell(c, block.metric)) for c in row) + " |" for row in block.rows
             ]
     lines += ["", "## How this was measured", "", "| | |", "| --- | --- |"]
-    lines += [f"| {name} | {_escape(value) if name != 'Command' else f'`{value}`'} |" for name, value in about]
+    lines += [f"| {name} | {_escape(value if name != 'Command' else f'`{value}`')} |" for name, value in about]
     return "\n".join(lines) + "\n"
 
 
