@@ -187,6 +187,19 @@ def test_a_budget_leaves_out_and_a_later_call_runs_the_rest(reproduce_small: Run
     assert (rest.finished, rest.left_out) == (11, None)
 
 
+def test_a_budget_compares_arms_by_the_same_number_of_learning_rates(reproduce_small: Run):
+    """Also if an earlier call was interrupted while some arms had tried more."""
+    done = reproduce_small("out", overrides=["duration=1 steps"], seeds=1)
+    for key in ("no-positions-lr0.003-seed0", "tuned-lr0.003-seed0", "once-lr0.003-seed0"):
+        (done.out / "trials" / f"{key}.json").unlink()
+    path = done.out / "trials" / "base-lr0.003-seed0.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"validation": 1.0}))
+    few = reproduce_small("out", overrides=["duration=1 steps"], seeds=1, budget_s=1e-3)
+    assert few.left_out == "the budget allows 1 of 2 learning rates, 1 of 1 seeds"
+    assert {arm: few.results.selected_rate(arm) for arm in few.results.arms} == dict.fromkeys(few.results.arms, 1e-2)
+    assert (few.finished, few.total) == (5, 8)
+
+
 def test_children_start_from_the_model_of_their_parent(whole: Path):
     trials = {key: json.loads((whole / "trials" / f"{key}.json").read_text()) for key in finished(whole)}
     validation = {trial["lr"]: trial["validation"] for key, trial in trials.items() if key.startswith("base-")}
@@ -233,7 +246,7 @@ def test_invalid_requests_are_refused_before_anything_runs(
 
 
 def test_an_unknown_experiment_suggests_a_name(tmp_path: Path):
-    with pytest.raises(NotFoundError, match=r"no experiment is called 'position'.*did you mean 'positions'"):
+    with pytest.raises(NotFoundError, match=r"unknown experiment 'position'.*did you mean 'positions'"):
         reproduce("position", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -172,7 +172,8 @@ def _fraction_done(folder: Path, config: Mapping[str, Any]) -> float:
 
 def _write_results(session: Session, command: str | None) -> Reproduction:
     """Analyze the finished trials and write results.json and the page."""
-    analysis = session.experiment.analyze(session.results)
+    results = session.comparable_results()
+    analysis = session.experiment.analyze(results)
     info = PageInfo(
         finished=len(session.results.trials),
         total=session.whole.num_trials,
@@ -180,11 +181,11 @@ def _write_results(session: Session, command: str | None) -> Reproduction:
         command=command,
         written=time.time(),
     )
-    write_page(session.out, session.experiment, session.results, analysis, info)
+    write_page(session.out, session.experiment, results, analysis, info)
     return Reproduction(
         experiment=session.experiment,
         out=session.out,
-        results=session.results,
+        results=results,
         analysis=analysis,
         page=session.out / "index.html",
         seconds=session.results.seconds,

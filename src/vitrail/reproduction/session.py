@@ -102,7 +102,7 @@ class Request:
 
 def find_experiment(name: str) -> Experiment:
     if name not in EXPERIMENTS:
-        raise NotFoundError(f"no experiment is called {name!r}{did_you_mean(name, EXPERIMENTS)}")
+        raise NotFoundError(f"unknown experiment {name!r}{did_you_mean(name, EXPERIMENTS)}")
     return EXPERIMENTS[name]
 
 
@@ -199,6 +199,12 @@ class Session:
         arms = {trial.key: trial.arm for trial in self.plan.trials(self.results)}
         begun = sum(self.cost.seconds(arms[key]) * done for key, done in running.items() if key in arms)
         return max(self.cost.of_unfinished(self.plan, self.results) - begun / self.cost.jobs, 0.0)
+
+    def comparable_results(self) -> Results:
+        """The finished trials with the learning rates of the plan: without those that only some arms have tried."""
+        found = self.results.trials.values()
+        kept = [trial for trial in found if trial.lr in self.plan.rates(self.results.arms[trial.arm])]
+        return Results(self.whole.arms, self.scale, kept, self.trials_folder)
 
     def select(self, part: str | None, budget_s: float | None) -> None:
         """Reduce the plan to a part of it, and to what fits into a budget with the trials that are finished."""
