@@ -35,6 +35,8 @@ from vitrail.reproduction.session import Request, open_session
 SHORT = ("duration=4 steps",)
 """Overrides of the real runs."""
 SNAPSHOTS = {"lecture": ("snapshot_every=2 steps",)}
+SLOW = ("symmetry",)
+"""Experiments whose measurements take more than ten seconds."""
 CHECKED_ELSEWHERE = ("How many times the data without regularization gives the same accuracy.",)
 """Captions of tables that are computed from interpolated curves, which the experiments' own tests check."""
 
@@ -290,7 +292,9 @@ def test_the_check_finds_every_number_that_is_changed_in_its_last_digit(name: st
             page.verdicts[i] = (outcome, claim, reason)
 
 
-@every_experiment
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in EXPERIMENTS]
+)
 def test_a_short_run_has_a_page_with_the_numbers_of_its_trials(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
