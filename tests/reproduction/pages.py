@@ -21,6 +21,7 @@ import numpy.typing as npt
 from scipy import stats
 
 from vitrail.reproduction.arm import Arm
+from vitrail.reproduction.results import PROPORTIONS
 
 NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 ESTIMATE = re.compile(rf"({NUMBER})[^\d()]*\(({NUMBER})[^\d()]* to ({NUMBER})")
@@ -220,6 +221,8 @@ class Trials:
             count = trial[f"{metric}_count"]
             interval = stats.binomtest(round(trial[metric] * count), count).proportion_ci(method="wilson")
             return Pool(found.value, np.array([interval.low]), np.array([interval.high]))
+        if metric.startswith(PROPORTIONS):
+            return Pool(found.value, np.maximum(found.low, 0.0), np.minimum(found.high, 1.0))
         return found
 
     def difference(self, arm: str, other: str, metric: str = "test") -> Pool:

@@ -62,15 +62,9 @@ def pareto_front(costs: Mapping[str, float], scores: Mapping[str, float]) -> lis
 
 
 def mean_curve(results: Results, arms: Mapping[float, str], metric: str = "test") -> dict[float, SeedMean]:
-    """x -> mean over seeds of a proportion, for the arms that have one; its intervals stay within 0 and 1."""
+    """x -> mean over seeds, for the arms that have one."""
     means = {x: results.mean(arm, metric) for x, arm in arms.items()}
-    return {x: _within_bounds(mean) for x, mean in means.items() if mean is not None}
-
-
-def _within_bounds(mean: SeedMean) -> SeedMean:
-    if not mean.has_interval:
-        return mean
-    return SeedMean(mean.value, max(mean.low, 0.0), min(mean.high, 1.0), mean.count)
+    return {x: mean for x, mean in means.items() if mean is not None}
 
 
 def curve_of_seed(results: Results, arms: Mapping[float, str], seed: int, metric: str = "test") -> dict[float, float]:

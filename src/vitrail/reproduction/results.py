@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from vitrail.storage.atomic_write import write_json
 ARRAYS_FILE = "arrays.npz"
 """File in a trial's run folder with the arrays that its measurements store."""
 SCORES = ("test", "validation")
-"""Metrics that are proportions of images."""
+"""Proportions of images that every run has."""
+PROPORTIONS = (*SCORES, "5-shot", "start", "accuracy", "agreement", "class head", "distillation head")
+"""How the names of metrics begin that are proportions: their intervals stay within 0 and 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +148,10 @@ class Results:
             trial = self.selected(arm)[seed]
             count = trial.test_count if metric == "test" else trial.validation_count
             return SeedMean(value, *wilson_interval(value * count, count), 1)
-        return mean_over_seeds(list(values.values()))
+        mean = mean_over_seeds(list(values.values()))
+        if mean.has_interval and metric.startswith(PROPORTIONS):
+            return replace(mean, low=max(mean.low, 0.0), high=min(mean.high, 1.0))
+        return mean
 
     def difference(self, arm: str, other: str, metric: str = "test") -> SeedMean | None:
         """The mean of `arm` minus `other` over the seeds that both have; None if there are none."""
