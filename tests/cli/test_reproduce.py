@@ -60,8 +60,8 @@ def test_result_has_the_verdicts_and_the_page(vitrail, tmp_path):
     [
         ("", "expected one experiment, got 0"),
         ("positions pooling", "expected one experiment, got 2"),
-        ("positons", "no experiment is called 'positons'; did you mean 'positions'?"),
-        ("positions --scale small", "no scale is called 'small'; available: gpu, paper, tiny."),
+        ("positons", "unknown experiment 'positons'; did you mean 'positions'?"),
+        ("positions --scale small", "unknown scale 'small'; available: gpu, paper, tiny."),
         ("positions --budget 5x", "--budget expects a duration such as 25min or 1.5h, got '5x'."),
         ("positions --part 4/3", "--part 4/3: expected I/N with I from 1 to N, such as 2/3."),
         ("positions optim.lr=1", "optim.lr is set by the experiment"),

@@ -112,7 +112,7 @@ def _parse_scale(text: str | None) -> str | None:
     from vitrail.reproduction.arm import SCALES
 
     if text is not None and text not in SCALES:
-        raise ConfigError(f"no scale is called {text!r}{did_you_mean(text, SCALES)}")
+        raise ConfigError(f"unknown scale {text!r}{did_you_mean(text, SCALES)}")
     return text
 
 
