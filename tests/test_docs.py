@@ -79,7 +79,16 @@ def check_comment(line: str, names: dict[str, object]) -> None:
     assert eval(code, names) == eval(comment, {"torch": torch}), line
 
 
-PROSE = [*PAGES, "CONTRIBUTING.md", "docs/benchmarks.md", "docs/reproducibility.md", "docs/serving.md", "docs/log.md"]
+PROSE = [
+    *PAGES,
+    "CONTRIBUTING.md",
+    "docs/benchmarks.md",
+    "docs/log.md",
+    "docs/reproduce.md",
+    "docs/reproducibility.md",
+    "docs/serving.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "results").glob("*.md")),
+]
 
 
 @pytest.mark.parametrize("page", PROSE)

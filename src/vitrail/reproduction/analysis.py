@@ -110,7 +110,8 @@ def compare(
 def similar(claim: str, results: Results, arms: Sequence[str], gap: float | None, *, why_not: str = "") -> Verdict:
     """The verdict on "these arms are alike": the best and the worst differ by at most a third of `gap`.
 
-    `gap`: a difference that the source calls large, from the same runs.
+    It holds if the whole interval of their difference is at most that, and does not hold if all of it is more.
+    gap: a difference that the source calls large, from the same runs.
     """
     means = {arm: results.mean(arm) for arm in arms}
     found = {arm: mean.value for arm, mean in means.items() if mean is not None}
@@ -121,13 +122,14 @@ def similar(claim: str, results: Results, arms: Sequence[str], gap: float | None
     limit = gap / 3
     if spread is None or gap <= 0:
         return Verdict(claim, "undecided", "These runs show no difference that theirs could be compared with.")
-    reason = f"{best} and {worst} differ by {100 * spread.value:.2f} points"
-    if spread.has_interval:
-        reason += f" ({100 * spread.low:+.2f} to {100 * spread.high:+.2f})"
-    reason += f"; a third of the difference they are compared with is {100 * limit:.2f}."
-    if spread.value <= limit:
+    points = f"{best} and {worst} differ by {100 * spread.value:.2f} points"
+    compared = f"; a third of the difference they are compared with is {100 * limit:.2f}."
+    if not spread.has_interval:
+        return Verdict(claim, "undecided", f"{points} with one seed{compared}")
+    reason = f"{points} ({100 * spread.low:+.2f} to {100 * spread.high:+.2f}){compared}"
+    if spread.high <= limit:
         return Verdict(claim, "holds", reason)
-    if spread.has_interval and spread.low > limit:
+    if spread.low > limit:
         return Verdict(claim, "does not hold", f"{reason} {why_not}".strip())
     return Verdict(claim, "undecided", reason)
 

@@ -27,7 +27,7 @@ class Speed:
 
 
 SPEEDS: Mapping[str, Speed] = {
-    "cpu": Speed(flops=20e9, step_s=0.004, start_s=2.0),
+    "cpu": Speed(flops=70e9, step_s=0.004, start_s=2.0),
     "cuda": Speed(flops=60e12, step_s=0.012, start_s=5.0),
     "mps": Speed(flops=1e12, step_s=0.02, start_s=3.0),
 }
@@ -77,7 +77,7 @@ class CostModel:
     def calibrate(self, finished: Iterable[tuple[Trial, TrialResult]]) -> None:
         """Set the correction from measured durations."""
         self.correction = 1.0
-        ratios = [result.seconds / self.seconds(trial.arm) for trial, result in finished if result.seconds]
+        ratios = [(r.seconds + r.measure_seconds) / self.seconds(trial.arm) for trial, r in finished if r.seconds]
         if ratios:
             self.correction = statistics.median(ratios)
 

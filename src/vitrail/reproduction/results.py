@@ -44,6 +44,7 @@ class TrialResult:
     measures: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     """Duration of the run, without its measurements."""
+    measure_seconds: float = 0.0
     images: int = 0
     """Number of training images processed."""
     flops: int = 0

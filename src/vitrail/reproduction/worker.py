@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,6 +95,8 @@ def _train_and_measure(task: Task) -> dict[str, Any]:
     record, network = read_run(folder), run.config.model
     assert network is not None
     scores, test = run.scores, run.test_scores
+    started = time.perf_counter()
+    measured = measure(task["measures"], run)
     result = TrialResult(
         key=task["key"],
         arm=task["arm"],
@@ -104,8 +107,9 @@ def _train_and_measure(task: Task) -> dict[str, Any]:
         test_count=0 if test is None else test.count,
         validation=None if scores is None else scores.top1,
         validation_count=0 if scores is None else scores.count,
-        measures=measure(task["measures"], run),
+        measures=measured,
         seconds=record.seconds or 0.0,
+        measure_seconds=time.perf_counter() - started,
         images=record.num_images or 0,
         flops=count_flops(network),
         parameters=count_parameters(network),

@@ -109,7 +109,7 @@ def verdicts(results: Results) -> list[Verdict]:
         _positions_matter(results),
         _below(
             "Without positions the encoder is equivariant: the tokens of shuffled patches are the shuffled tokens.",
-            results, [NONE], ("token equivariance", "token equivariance, untrained"),
+            results, [NONE], ("token equivariance",),
         ),
         _always(
             "Attention is global: a changed patch reaches every token in the first block.",
