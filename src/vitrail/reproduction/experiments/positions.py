@@ -88,13 +88,14 @@ def _note(results: Results, gap: float | None) -> str:
         published = sum(papers) / len(papers) - PUBLISHED[NONE]
         text = (
             f"Without positions accuracy is {100 * gap:.1f} points lower than with 1-D, 2-D and relative ones on "
-            f"average; in the paper it is {100 * published:.1f}. A patch of a digit is a stroke, which stands for nothing "
-            "without its place, while the parts of an object in a photograph often tell what it is. "
+            f"average; in the paper it is {100 * published:.1f}. A patch of a digit is a stroke, which stands for "
+            "nothing without its place, while the parts of an object in a photograph often tell what it is. "
         )
     return text + (
         "The paper measures 5-shot accuracy on ImageNet after pre-training a B/16 on JFT with 196 patches per image; "
         "the numbers here are of a small model trained on a small dataset, so only their differences can be compared. "
-        "Relative positions change the attention weights only; tokens carry no position themselves. Sin-cos and rotary encodings are later work and not in the paper's table."
+        "Relative positions change the attention weights only; tokens carry no position themselves. Sin-cos and "
+        "rotary encodings are later work and not in the paper's table."
     )
 
 
