@@ -103,8 +103,11 @@ def reproduce(
     if only_check:
         _print_dry_run(dry_run(Request(name=names[0], **options)), as_json)
         return
-    with show_progress(names[0]) as on_progress:
-        done = run(names[0], **options, command=command_line(), on_progress=on_progress)
+    try:
+        with show_progress(names[0]) as on_progress:
+            done = run(names[0], **options, command=command_line(), on_progress=on_progress)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("stopped by Ctrl-C; run the same command again to continue") from None
     _print_result(done, as_json)
 
 
