@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -168,6 +169,21 @@ def join_pools(pools: Sequence[Pool]) -> Pool:
     return Pool(*(np.concatenate([getattr(pool, name) for pool in pools]) for name in ("value", "low", "high")))
 
 
+def welch(ours: Values, theirs: Values) -> Pool:
+    """Differences of means over the last axis, the seeds, with Welch's intervals; NaN for a missing seed."""
+    with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)  # of means and variances of nothing
+        value = np.nanmean(ours, -1) - np.nanmean(theirs, -1)
+        counts = [np.isfinite(values).sum(-1) for values in (ours, theirs)]
+        variances = [np.nanvar(v, -1, ddof=1) / n for v, n in zip((ours, theirs), counts, strict=True)]
+        total = variances[0] + variances[1]
+        freedom = total**2 / sum(v**2 / (n - 1) for v, n in zip(variances, counts, strict=True))
+        half = np.where(total == 0, 0.0, stats.t.ppf(0.975, freedom) * np.sqrt(total))
+        half = np.where(np.minimum(*counts) > 1, half, np.nan)
+    known = np.isfinite(value)
+    return Pool(*(np.atleast_1d(part)[np.atleast_1d(known)] for part in (value, value - half, value + half)))
+
+
 def estimate(values: Values) -> Pool:
     """Means over the last axis, the seeds, with Student's intervals; NaN for a missing seed."""
     values = np.atleast_2d(values)
@@ -226,7 +242,7 @@ class Trials:
         return found
 
     def difference(self, arm: str, other: str, metric: str = "test") -> Pool:
-        return estimate(self.series[arm, metric] - self.series[other, metric])
+        return welch(self.series[arm, metric], self.series[other, metric])
 
     def means(self, arms: Collection[str]) -> Pool:
         """All metrics of these arms."""
@@ -234,7 +250,7 @@ class Trials:
 
     @cached_property
     def differences(self) -> Pool:
-        """All pairs of arms in one metric, and all pairs of metrics of one arm."""
+        """All pairs of arms in one metric, and all pairs of metrics of one arm, each paired and unpaired."""
         names, values = list(self.series), np.array(list(self.series.values()))
         pairs = [
             (i, j)
@@ -245,7 +261,7 @@ class Trials:
         if not pairs:
             return EMPTY
         first, second = np.array(pairs).T
-        return estimate(values[first] - values[second])
+        return join_pools([estimate(values[first] - values[second]), welch(values[first], values[second])])
 
     @cached_property
     def contrasts(self) -> Pool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vitrail.config import BiTConfig, TrainConfig, ViTConfig
 from vitrail.errors import ConfigError
@@ -28,7 +28,7 @@ class Speed:
 
 SPEEDS: Mapping[str, Speed] = {
     "cpu": Speed(flops=70e9, step_s=0.004, start_s=2.0),
-    "cuda": Speed(flops=60e12, step_s=0.012, start_s=5.0),
+    "cuda": Speed(flops=40e12, step_s=0.012, start_s=5.0),
     "mps": Speed(flops=1e12, step_s=0.02, start_s=3.0),
 }
 LARGE_CUDA = Speed(flops=350e12, step_s=0.0, start_s=60.0)
@@ -53,7 +53,7 @@ class CostModel:
         flops = training_flops(network_of(arm, self.arms))
         speed = SPEEDS.get(self.device, SPEEDS["cpu"])
         if self.device == "cuda" and flops > LARGE_FLOPS:
-            speed = LARGE_CUDA
+            speed = replace(LARGE_CUDA, flops=LARGE_CUDA.flops / self.jobs)
         work = steps * (speed.step_s + flops * _batch_size(arm.config) / speed.flops)
         return self.correction * (speed.start_s + work)
 

@@ -10,9 +10,6 @@ import torch
 
 from vitrail.config import TrainConfig
 from vitrail.errors import ConfigError, VitrailError
-from vitrail.models.flops import training_flops
-from vitrail.reproduction.cost import network_of
-from vitrail.reproduction.memory import training_memory
 from vitrail.reproduction.session import Request, open_session
 
 GB = 1e9
@@ -51,10 +48,7 @@ def dry_run(request: Request) -> DryRun:
     plan, first = session.plan, session.plan.arms[0].config
     problems = [] if session.data_error is None else [session.data_error]
     problems += _invalid(arm.config for arm in plan.arms)
-    largest = max(plan.arms, key=lambda arm: training_flops(network_of(arm, session.cost.arms)))
-    memory = training_memory(
-        largest.config, network_of(largest, session.cost.arms), bfloat16=request.estimated_device == "cuda"
-    )
+    memory = request.largest_memory
     available = _device_memory(request)
     if available is not None and memory * request.num_jobs > available:
         problems.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -111,7 +112,7 @@ def reproduce(
         session = open_session(request)
         if request.resolved_scale == "paper":
             check_feasible(request)
-        _run_trials(session, request.num_jobs, request.threads, on_progress)
+        _run_trials(session, request, on_progress)
         return _write_results(session, command)
 
 
@@ -126,17 +127,27 @@ def _lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def _run_trials(session: Session, jobs: int, threads: int, on_progress: Callable[[Status], None]) -> None:
-    """Run the trials of the plan that are not finished. A trial that fails ends the experiment with its message."""
+def _run_trials(session: Session, request: Request, on_progress: Callable[[Status], None]) -> None:
+    """Run the trials of the plan that are not finished. A trial that fails ends the experiment with its message.
+
+    When the budget is over, no further trial is started.
+    """
     running: dict[str, dict[str, Any]] = {}
-    with WorkerPool(jobs, threads, session.out / "workers.log") as pool:
+    deadline = math.inf if request.budget_s is None else time.monotonic() + request.budget_s
+    with WorkerPool(request.num_jobs, request.threads, session.out / "workers.log") as pool:
         while True:
-            while pool.has_room and (trial := session.plan.next_trial(session.results, running)) is not None:
+            in_time = time.monotonic() < deadline
+            while (
+                in_time and pool.has_room and (trial := session.plan.next_trial(session.results, running)) is not None
+            ):
                 running[trial.key] = task = session.task(trial)
-                Path(task["folder"]).mkdir(parents=True, exist_ok=True)
                 pool.submit(task)
             on_progress(_status(session, running))
             if not running:
+                if not in_time and session.plan.next_trial(session.results, running) is not None:
+                    session.left_out = (
+                        f"{session.left_out}; the time was over" if session.left_out else "the time was over"
+                    )
                 return
             reply = pool.next_reply(POLL_S)
             if reply is None:

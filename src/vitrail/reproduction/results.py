@@ -35,6 +35,8 @@ class TrialResult:
     seed: int
     settings: str
     """Digest of the settings, so that another experiment's result is not taken for this one's."""
+    parent: str = ""
+    """Key of the trial whose model it started from or had as its teacher, if it had one."""
     test: float | None = None
     """Top-1 accuracy on the test images."""
     test_count: int = 0
@@ -103,6 +105,25 @@ def mean_over_seeds(values: Sequence[float]) -> SeedMean:
     return SeedMean(mean, mean - half, mean + half, count)
 
 
+def difference_of_means(ours: Sequence[float], theirs: Sequence[float]) -> SeedMean:
+    """The mean of `ours` minus that of `theirs` with Welch's 95 % interval, none if one of them is a single value.
+
+    Runs of the same seed are not treated as pairs: networks that differ share neither initial weights nor, in many
+    experiments, their batches.
+    """
+    value, count = float(np.mean(ours) - np.mean(theirs)), min(len(ours), len(theirs))
+    if count < 2:
+        return SeedMean(value, math.nan, math.nan, count)
+    parts = [float(np.var(values, ddof=1)) / len(values) for values in (ours, theirs)]
+    if sum(parts) == 0:
+        return SeedMean(value, value, value, count)
+    from scipy.special import stdtrit
+
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(v) - 1) for part, v in zip(parts, (ours, theirs), strict=True))
+    half = float(stdtrit(freedom, 0.975)) * math.sqrt(sum(parts))
+    return SeedMean(value, value - half, value + half, count)
+
+
 class Results:
     """The finished trials of an experiment. Arms without a finished trial have no estimates."""
 
@@ -155,10 +176,9 @@ class Results:
         return mean
 
     def difference(self, arm: str, other: str, metric: str = "test") -> SeedMean | None:
-        """The mean of `arm` minus `other` over the seeds that both have; None if there are none."""
+        """The mean of `arm` minus that of `other` with Welch's interval; None if one of them has no value."""
         ours, theirs = self.values(arm, metric), self.values(other, metric)
-        common = sorted(set(ours) & set(theirs))
-        return mean_over_seeds([ours[seed] - theirs[seed] for seed in common]) if common else None
+        return difference_of_means(list(ours.values()), list(theirs.values())) if ours and theirs else None
 
     def arrays(self, arm: str, seed: int = 0) -> dict[str, npt.NDArray[Any]]:
         """The arrays that a measurement stored with `save_arrays`; empty if the trial is not finished."""

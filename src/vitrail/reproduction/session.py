@@ -9,13 +9,17 @@ from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vitrail.config import DataConfig, override
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, NotFoundError, TrainError, VitrailError, did_you_mean
+from vitrail.models.flops import training_flops
 from vitrail.reproduction.arm import Arm, Scale, Trial
-from vitrail.reproduction.cost import CostModel
+from vitrail.reproduction.cost import CostModel, network_of
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.experiments import EXPERIMENTS
+from vitrail.reproduction.memory import training_memory
 from vitrail.reproduction.planning import Plan, fit_budget, parse_part, select_part, settings_digest
 from vitrail.reproduction.pool import Reply
 from vitrail.reproduction.results import Results, TrialResult, read_result
@@ -26,6 +30,8 @@ from vitrail.training.resuming import PROPORTIONAL, scale_durations, setting_nam
 
 GPU_JOBS = 8
 """Runs at a time on one GPU, each limited by its own host thread; at most one per core."""
+MEMORY_SHARE = 0.8
+"""Part of a GPU's free memory that all runs together may need by the estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +92,23 @@ class Request:
         cores = usable_cores()
         if self.jobs is not None or self.resolved_scale == "paper":
             return self.jobs or 1
-        return cores if self.device_kind == "cpu" else min(cores, GPU_JOBS)
+        if self.device_kind != "cuda":
+            return cores
+        free = torch.cuda.mem_get_info(pick_device(self.device))[0]
+        return max(1, min(cores, GPU_JOBS, int(MEMORY_SHARE * free / self.largest_memory)))
+
+    @property
+    def largest_memory(self) -> int:
+        """Estimated bytes of the run with the most FLOPs."""
+        arms = {arm.name: arm for arm in self.arms()}
+        largest = max(arms.values(), key=lambda arm: training_flops(network_of(arm, arms)))
+        bfloat16 = self.estimated_device == "cuda"
+        return training_memory(largest.config, network_of(largest, arms), bfloat16=bfloat16)
 
     @property
     def threads(self) -> int:
-        """CPU threads of each run; 0: torch's default."""
-        return max(1, usable_cores() // self.num_jobs) if self.device_kind == "cpu" else 0
+        """CPU threads of each run."""
+        return max(1, usable_cores() // self.num_jobs)
 
     @property
     def data_workers(self) -> int:
@@ -167,6 +184,8 @@ class Session:
     def task(self, trial: Trial) -> dict[str, Any]:
         """What a worker needs to know."""
         parent = self.plan.parent_trial(trial, self.results) if trial.arm.parent is not None else None
+        folder = self.trials_folder / trial.key
+        _prepare_folder(folder, "" if parent is None else parent.key)
         model = None if parent is None else str((self.trials_folder / parent.key / "model").absolute())
         data = trial.arm.config.data.replace(workers=self.data_workers)
         config = trial.config(model).replace(device=self.device, data=data.to_dict())
@@ -176,7 +195,8 @@ class Session:
             "lr": trial.lr,
             "seed": trial.seed,
             "settings": settings_digest(trial),
-            "folder": str((self.trials_folder / trial.key).absolute()),
+            "parent": "" if parent is None else parent.key,
+            "folder": str(folder.absolute()),
             "config": config.to_dict(),
             "edit": trial.arm.parent_edit,
             "measures": list(trial.arm.measures),
@@ -187,8 +207,22 @@ class Session:
         result = TrialResult(**reply["result"])
         result.write(self.trials_folder / f"{result.key}.json")
         self.results.trials[result.key] = result
+        self._drop_outdated()
         self._calibrate()
         return result
+
+    def _drop_outdated(self) -> None:
+        """Remove trials whose model started from one that is not the parent arm's any more.
+
+        The parent's learning rate can change when more of its rates are tried, for instance with a larger budget.
+        """
+        for trial in list(self.plan.trials(self.results)):
+            result = self.results.trials.get(trial.key)
+            parent = self.plan.parent_trial(trial, self.results) if result is not None and result.parent else None
+            if result is not None and parent is not None and parent.key != result.parent:
+                del self.results.trials[trial.key]
+                self.result_path(trial).unlink(missing_ok=True)
+                shutil.rmtree(self.trials_folder / trial.key, ignore_errors=True)
 
     def _calibrate(self) -> None:
         trials = {trial.key: trial for trial in self.whole.trials(self.results)}
@@ -220,6 +254,7 @@ class Session:
             if cut:
                 reasons.append(f"the budget allows {cut}")
         self.left_out = "; ".join(reasons) or None
+        self._drop_outdated()
 
 
 def open_session(request: Request, *, require_data: bool = True) -> Session:
@@ -251,6 +286,16 @@ def open_session(request: Request, *, require_data: bool = True) -> Session:
     )
     session.select(request.part, request.budget_s)
     return session
+
+
+def _prepare_folder(folder: Path, parent: str) -> None:
+    """Create the folder of a trial; an unfinished run in it that started from another model is removed."""
+    note = folder / "parent.txt"
+    if folder.exists() and (note.read_text(encoding="utf-8") if note.exists() else "") != parent:
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if parent:
+        note.write_text(parent, encoding="utf-8")
 
 
 def _check_settings(path: Path, result: TrialResult, arms: Mapping[str, Arm]) -> None:

@@ -14,13 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
 Task = dict[str, Any]
-"""key, arm, lr, seed, settings, folder, config, edit, measures, threads."""
+"""key, arm, lr, seed, settings, parent, folder, config, edit, measures, threads."""
 
 
 def main() -> None:
@@ -48,7 +48,8 @@ def _read_tasks(lines: TextIO, tasks: SimpleQueue[Task | None]) -> None:
 
 
 def _send(replies: TextIO, reply: dict[str, Any]) -> None:
-    print(json.dumps(reply), file=replies, flush=True)
+    with suppress(BrokenPipeError):  # the main process was killed
+        print(json.dumps(reply), file=replies, flush=True)
 
 
 def _run(task: Task) -> dict[str, Any]:
@@ -103,6 +104,7 @@ def _train_and_measure(task: Task) -> dict[str, Any]:
         lr=task["lr"],
         seed=task["seed"],
         settings=task["settings"],
+        parent=task["parent"],
         test=None if test is None else test.top1,
         test_count=0 if test is None else test.count,
         validation=None if scores is None else scores.top1,

@@ -42,8 +42,8 @@ DEPTH, WIDTH, MLP, PATCH, ALL = "depth", "width", "MLP width", "patch size", "al
 DIMENSIONS = (DEPTH, WIDTH, MLP, PATCH, ALL)
 FIELDS = {DEPTH: "depth", WIDTH: "width", MLP: "mlp_dim", PATCH: "patch_size"}
 VALUES: dict[Scale, dict[str, tuple[int, ...]]] = {
-    "tiny": {DEPTH: (4, 8), WIDTH: (64, 128), MLP: (128, 256), PATCH: (2,)},
-    "gpu": {DEPTH: (8, 16), WIDTH: (192, 384), MLP: (768, 1536), PATCH: (4,)},
+    "tiny": {DEPTH: (4, 8), WIDTH: (52, 80), MLP: (128, 256), PATCH: (2,)},
+    "gpu": {DEPTH: (8, 16), WIDTH: (156, 252), MLP: (768, 1536), PATCH: (4,)},
     "paper": {DEPTH: (16, 32), WIDTH: (2048,), MLP: (4096, 8192), PATCH: (16,)},
 }
 """What each dimension of the base is scaled to."""

@@ -8,7 +8,8 @@ from vitrail.evaluation.probing import ProbeSettings, probe_features, subsample
 from vitrail.training.runs import Run
 
 MAX_PROBE_IMAGES = 5000
-"""Training and test images of the few-shot probe, at most, stratified by class."""
+IMAGES_PER_CLASS = 20
+"""Training and test images of the few-shot probe, at most: the larger number; stratified by class."""
 
 
 def few_shot(run: Run) -> dict[str, float]:
@@ -18,7 +19,8 @@ def few_shot(run: Run) -> dict[str, float]:
     """
     splits, model = open_data(run.config.data.replace(fraction=None)), run.model
     tested = splits.test if splits.test is not None else splits.validation
-    parts = [subsample(source, MAX_PROBE_IMAGES) for source in (splits.train, tested)]
+    limit = max(MAX_PROBE_IMAGES, IMAGES_PER_CLASS * len(splits.train.labels))
+    parts = [subsample(source, limit) for source in (splits.train, tested)]
     train, test = (
         extract_features(
             model.net, part, preprocess=model.preprocess, spec=FeatureSpec(), batch_size=500, device=model.device
