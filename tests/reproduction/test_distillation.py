@@ -164,6 +164,7 @@ def test_verdicts_flip_with_the_results(tmp_path: Path):
 def test_the_teachers_accuracies_are_stated_with_the_verdict_on_them():
     reason = analyze(made_up(AS_PUBLISHED, HEADS)).verdicts[5].reason
     assert "BiT 82.00, weaker BiT 75.00, ViT 72.20 %" in reason
+    assert "teachers: weaker BiT 75.00, ViT 72.20 %" in analyze(made_up(AS_PUBLISHED, HEADS)).verdicts[6].reason
 
 
 def test_the_analysis_needs_no_finished_run():

@@ -11,7 +11,7 @@ from reproduction.synthetic import make_result
 
 from vitrail.config import ScheduleConfig, ViTConfig, steps
 from vitrail.explain import attention_distance
-from vitrail.reproduction.analysis import Plot
+from vitrail.reproduction.analysis import Plot, Verdict
 from vitrail.reproduction.arm import SCALES, Scale, Trial
 from vitrail.reproduction.experiments.inside import PAPERS, RECIPE, analyze, arms
 from vitrail.reproduction.measures.evaluation_images import evaluation_images
@@ -60,7 +60,8 @@ def test_inspection_measures_the_trained_and_the_untrained_model(tmp_path: Path,
 
 AS_CLAIMED = {
     "distance, first layer": 10.0, "distance, last layer": 14.0, "widest first head": 1.0,
-    "position-distance correlation": -0.6, "position-distance correlation, untrained": 0.0,
+    "widest first head, untrained": 0.95, "position-distance correlation": -0.6,
+    "position-distance correlation, untrained": 0.3,
     "row and column share": 0.7, "row and column share, untrained": 0.2, "leading filters": 0.8,
     "leading filters, untrained": 0.4, "rollout gain": 0.1,
 }  # fmt: skip
@@ -70,26 +71,41 @@ AGAINST = {
 }  # fmt: skip
 
 
-def made_up(changes: dict[str, float]) -> list[str]:
-    """The outcomes from the numbers of the claims, some of them changed, with a little noise between seeds."""
+def made_up(changes: dict[str, float]) -> list[Verdict]:
+    """The verdicts from the numbers of the claims, some of them changed, with a little noise between seeds."""
     found = []
     for seed in range(3):
         values = {
             name: value + 0.001 * seed * (i % 3) for i, (name, value) in enumerate((AS_CLAIMED | changes).items())
         }
         found.append(make_result(Trial(arm=arms("tiny")[0], lr=3e-3, seed=seed), test=0.9, measures=values))
-    return [verdict.outcome for verdict in analyze(Results(arms("tiny"), "tiny", found)).verdicts]
+    return list(analyze(Results(arms("tiny"), "tiny", found)).verdicts)
+
+
+def outcomes(changes: dict[str, float]) -> list[str]:
+    return [verdict.outcome for verdict in made_up(changes)]
 
 
 def test_the_paper_s_observations_are_recognized():
-    assert made_up({}) == ["holds"] * 6
+    assert outcomes({}) == ["holds"] * 6
 
 
 @pytest.mark.parametrize(("index", "name"), list(enumerate(AGAINST)))
 def test_one_number_against_an_observation_changes_its_verdict_only(index: int, name: str):
     expected = ["holds"] * 6
     expected[index] = "does not hold"
-    assert made_up({name: AGAINST[name]}) == expected
+    assert outcomes({name: AGAINST[name]}) == expected
+
+
+def test_a_positive_correlation_is_no_similarity_of_close_patches_even_if_it_fell():
+    correlation = {"position-distance correlation": 0.1, "position-distance correlation, untrained": 0.5}
+    assert outcomes(correlation)[2] == "does not hold"
+
+
+def test_the_verdict_on_the_widest_head_states_the_limit_and_the_untrained_value():
+    reason = made_up({})[1].reason
+    assert "; above 0.90 is asked" in reason
+    assert "Before training: 0.95." in reason
 
 
 def test_nothing_is_decided_without_results():

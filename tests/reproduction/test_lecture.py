@@ -164,7 +164,8 @@ def test_development_measures_the_run(tmp_path: Path):
 def made_up(scale: Scale, test: dict[str, float], **measures: float) -> Results:
     """Results with these accuracies, and numbers as the claims have them unless given."""
     values = {
-        "accuracy, first": 0.68, "position-distance correlation, first": -0.1, "position-distance correlation": -0.5,
+        "accuracy, first": 0.68, "position-distance correlation, untrained": -0.1,
+        "position-distance correlation": -0.5,
         "filter overlap": 0.7, "filter overlap, untrained": 0.25, "change overlap": 0.9, "change of filters": 0.5,
     } | {name.replace("_", " "): value for name, value in measures.items()}  # fmt: skip
     found = [
@@ -192,6 +193,11 @@ def test_each_claim_can_fail():
     numbers = {"change_overlap": 0.1, "filter_overlap": 0.1}
     results = made_up("gpu", AS_CLAIMED, **numbers, **{"position-distance correlation": 0.0})
     assert outcomes(results)[3:] == ["does not hold"] * 3
+
+
+def test_the_structure_of_the_positions_is_compared_with_the_untrained_network_s():
+    early = {"position-distance correlation, first": -0.6}  # most of the structure is there after the first snapshot
+    assert outcomes(made_up("gpu", AS_CLAIMED, **early))[3] == "holds"
 
 
 def test_other_data_says_nothing_about_mnist():

@@ -73,7 +73,21 @@ def test_the_paper_s_finding_is_recognized():
 
 def test_poolings_that_differ_are_not_equal():
     results = made_up(dict.fromkeys(POOLINGS, 3e-3), {MEAN: 0.8, ATTENTION: 0.95})
-    assert outcomes(results) == ["does not hold", "does not hold", "does not hold"]
+    assert outcomes(results) == ["does not hold", "undecided", "does not hold"]
+
+
+def test_the_same_best_rate_decides_nothing():
+    verdict = analyze(made_up(dict.fromkeys(POOLINGS, 3e-3))).verdicts[1]
+    assert verdict.outcome == "undecided"
+    assert "a factor of about 3" in verdict.reason
+
+
+def test_rates_that_a_pooling_has_not_finished_are_not_compared():
+    results = made_up({TOKEN: 1e-2, MEAN: 1e-2, ATTENTION: 3e-3})
+    for key in [key for key, trial in results.trials.items() if trial.arm == arm_name(MEAN, 1e-2)]:
+        del results.trials[key]
+    assert 1e-2 not in {best_rate(results, pooling) for pooling in POOLINGS}
+    assert "Only 4 of its 5 rates" in analyze(results).verdicts[1].reason
 
 
 def test_a_small_difference_with_a_wide_interval_is_undecided():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from reproduction.synthetic import make_result
@@ -17,6 +18,7 @@ from vitrail.reproduction.experiments.regularization import (
     NONE,
     TREATMENTS,
     analyze,
+    arm_name,
     arms,
     data_worth,
 )
@@ -79,14 +81,45 @@ def test_the_worth_of_augmentation_is_read_from_the_plain_curve():
 def test_a_score_above_all_the_data_is_a_lower_bound():
     worth = data_worth(made_up(lambda treatment, fraction: 0.35 * (treatment == AUGMENT)), AUGMENT, 10.0)
     assert worth.num_above == 3
-    assert worth.text == "at least 10 (10 to 10)"
+    assert worth.text == "at least 10"
     assert worth.factor is not None
     assert worth.factor.value == pytest.approx(10)
 
 
 def test_a_score_below_the_least_data_is_an_upper_bound():
     worth = data_worth(made_up(lambda treatment, fraction: -0.35 * (treatment == AUGMENT)), AUGMENT, 30.0)
-    assert (worth.num_below, worth.text) == (3, "at most 0.33 (0.33 to 0.33)")
+    assert (worth.num_below, worth.text) == (3, "at most 0.33")
+
+
+def shifted(gains: Sequence[float]) -> Results:
+    """The gain of augmentation with the least data, by seed; the paper's otherwise."""
+    results = made_up(papers_gain)
+    for key, trial in results.trials.items():
+        if trial.arm == arm_name(AUGMENT, 0.1):
+            results.trials[key] = replace(trial, test=PLAIN[0.1] + gains[trial.seed])
+    return results
+
+
+def test_seeds_above_and_below_the_curve_give_no_bound():
+    results = shifted([-0.1, 0.2, 0.35])
+    text = data_worth(results, AUGMENT, 10.0).text
+    assert text == "unknown: 1 of 3 seeds above the curve, 1 below"
+    verdict = analyze(results).verdicts[1]
+    assert verdict.outcome == "undecided"
+    assert "at least" not in verdict.reason
+
+
+@pytest.mark.parametrize("gains", [[0.27, 0.28, 0.35], [0.35, 0.36, 0.37]])
+def test_a_capped_seed_leaves_ten_times_the_data_undecided(gains: list[float]):
+    verdict = analyze(shifted(gains)).verdicts[1]
+    assert verdict.outcome == "undecided"
+    assert "takes at least" in verdict.reason
+
+
+def test_augmentation_that_lowers_the_accuracy_is_worth_no_data():
+    verdict = analyze(shifted([-0.08, -0.07, -0.09])).verdicts[1]
+    assert verdict.outcome == "does not hold"
+    assert verdict.reason.startswith("augmentation lowers the accuracy here, so it is worth no data")
 
 
 def test_the_paper_s_finding_is_recognized():

@@ -175,12 +175,17 @@ def test_the_paper_s_statements_are_recognized():
         ("2-D", "attention reach", 0.9, 3),
         ("relative", "MLP reach, untrained", 0.1, 4),
         (RES, "agreement, 1 px", 1.0, 5),
+        (NONE, "logit change, largest", 1e-8, 0),
     ],
 )
 def test_one_number_against_a_claim_changes_its_verdict_only(arm: str, number: str, value: float, verdict: int):
     expected = ["holds"] * 6
     expected[verdict] = "does not hold"
     assert outcomes(made_up(**{arm: {number: value}})) == expected
+
+
+def test_a_resnet_that_changes_one_prediction_in_a_thousand_is_not_invariant():
+    assert outcomes(made_up(**{RES: {"agreement, 1 px": 0.999}}))[5] == "holds"
 
 
 def test_nothing_is_decided_without_results():

@@ -17,6 +17,11 @@ def change_within(results: Results, arm: str, metric: str, reference: str) -> Se
     return mean_over_seeds([after[seed] - before[seed] for seed in common]) if common else None
 
 
+def negated(mean: SeedMean | None) -> SeedMean | None:
+    """The mean and interval of the same values with the opposite sign."""
+    return None if mean is None else SeedMean(-mean.value, -mean.high, -mean.low, mean.count)
+
+
 def exceeds(
     claim: str, mean: SeedMean | None, name: str, limit: float = 0.0, *, metric: Metric = PLAIN, why_not: str = ""
 ) -> Verdict:
@@ -27,9 +32,11 @@ def exceeds(
         return Verdict(
             claim, "undecided", f"{name}: {metric.format(mean.value)} with one seed, which gives no interval."
         )
-    reason = f"{name}: {metric.format(mean.value)} ({metric.format(mean.low)} to {metric.format(mean.high)})"
+    interval = f"({metric.format(mean.low)} to {metric.format(mean.high)}, {mean.count} seeds)"
+    asked = f"; above {metric.format(limit)} is asked" if limit else ""
+    reason = f"{name}: {metric.format(mean.value)} {interval}{asked}"
     if mean.low > limit:
-        return Verdict(claim, "holds", f"{reason}, {mean.count} seeds.")
+        return Verdict(claim, "holds", f"{reason}.")
     if mean.high < limit:
-        return Verdict(claim, "does not hold", f"{reason}, {mean.count} seeds. {why_not}".strip())
-    return Verdict(claim, "undecided", f"{reason}, {mean.count} seeds; the interval includes {metric.format(limit)}.")
+        return Verdict(claim, "does not hold", f"{reason}. {why_not}".strip())
+    return Verdict(claim, "undecided", f"{reason}; the interval includes {metric.format(limit)}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Line, line_plot
 from vitrail.reproduction.results import Results
 from vitrail.reproduction.scales import base_config
-from vitrail.reproduction.within_runs import PLAIN, change_within, exceeds
+from vitrail.reproduction.within_runs import PLAIN, change_within, exceeds, negated
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -97,18 +98,22 @@ def analyze(results: Results) -> Analysis:
 
 def verdicts(results: Results) -> list[Verdict]:
     arm, widest = PAPERS, "widest first head"
+    untrained_head = results.mean(arm, f"{widest}, untrained")
+    lowest = exceeds(
+        "Some heads attend to most of the image already in the lowest layer.",
+        results.mean(arm, widest), "Widest head of the first layer / uniform attention", GLOBAL,
+    )  # fmt: skip
+    if untrained_head is not None:
+        lowest = replace(lowest, reason=f"{lowest.reason} Before training: {PLAIN.format(untrained_head.value)}.")
     deeper = change_within(results, arm, "distance, last layer", "distance, first layer")
-    correlation = change_within(results, arm, f"{CORRELATION}, untrained", CORRELATION)
     unlike = "A model that has learned little from few images keeps much of its initial weights."
     return [
         exceeds("Attention distance grows with depth.", deeper, "Last minus first layer", metric=PIXELS),
-        exceeds(
-            "Some heads attend to most of the image already in the lowest layer.",
-            results.mean(arm, widest), "Widest head of the first layer / uniform attention", GLOBAL,
-        ),
+        lowest,
         exceeds(
             "Close patches have similar position embeddings.",
-            correlation, "Fall of the correlation of similarity and distance in training", why_not=unlike,
+            negated(results.mean(arm, CORRELATION)),
+            "Minus the correlation of similarity and distance after training", why_not=unlike,
         ),
         exceeds(
             "The position embeddings have a row-column structure.",
@@ -116,7 +121,7 @@ def verdicts(results: Results) -> list[Verdict]:
             "Variance explained by row and column, trained minus untrained", why_not=unlike,
         ),
         exceeds(
-            "The first filters are a low-dimensional basis of the patches: few components have most of the variance.",
+            "Training concentrates the variance of the filters in fewer components.",
             change_within(results, arm, LEADING, f"{LEADING}, untrained"),
             "Variance of the leading quarter of the components, trained minus untrained", why_not=_why_random(results),
         ),

@@ -124,10 +124,10 @@ def analyze(results: Results) -> Analysis:
         Paragraph(_slides(results, early)),
         Paragraph(_differences(results)),
     ]
-    return Analysis(verdicts(results, shown, early), blocks)
+    return Analysis(verdicts(results, shown), blocks)
 
 
-def verdicts(results: Results, shown: str, early: str) -> list[Verdict]:
+def verdicts(results: Results, shown: str) -> list[Verdict]:
     gap = results.difference(DEFAULT, NO_POSITIONS)
     return [
         _reaches_claim(results),
@@ -138,14 +138,14 @@ def verdicts(results: Results, shown: str, early: str) -> list[Verdict]:
         ),
         exceeds(
             "Training gives the position embeddings their structure: the embeddings of close patches become similar.",
-            change_within(results, shown, f"{CORRELATION}, first", CORRELATION),
-            f"Fall of the correlation of similarity and distance after {early}",
-            why_not="Most of the structure is there by then.",
+            change_within(results, shown, f"{CORRELATION}, untrained", CORRELATION),
+            "Fall of the correlation of similarity and distance in training",
+            why_not="The embeddings keep most of their random initial values.",
         ),
         exceeds(
             "What training adds to E comes from the image patches: from their leading principal components.",
             results.mean(shown, CHANGE_OVERLAP),
-            "Overlap of the leading components of E's change with those of the patches, 0.25 at random", RANDOM_OVERLAP,
+            "Overlap of the leading components of E's change with the patches' (at random 0.25)", RANDOM_OVERLAP,
         ),
         exceeds(
             "The components of the trained E resemble the principal components of the image patches.",

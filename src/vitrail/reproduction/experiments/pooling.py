@@ -52,9 +52,16 @@ def arms(scale: Scale, data: DataConfig | None = None) -> list[Arm]:
     ]
 
 
+def compared_rates(results: Results) -> list[float]:
+    """The learning rates that every pooling with a result has finished: a budget may end the sweep of some early."""
+    found = {p: {r for r in RATES[results.scale] if results.values(arm_name(p, r), "validation")} for p in POOLINGS}
+    begun = [rates for rates in found.values() if rates]
+    return [rate for rate in RATES[results.scale] if begun and all(rate in rates for rates in begun)]
+
+
 def best_rate(results: Results, pooling: str) -> float | None:
-    """The learning rate with the highest validation accuracy, the mean over seeds; None without a result."""
-    found = {rate: results.mean(arm_name(pooling, rate), "validation") for rate in RATES[results.scale]}
+    """Of `compared_rates`, that of the highest validation accuracy, the mean over seeds; None without a result."""
+    found = {rate: results.mean(arm_name(pooling, rate), "validation") for rate in compared_rates(results)}
     known = {rate: mean.value for rate, mean in found.items() if mean is not None}
     return max(known, key=lambda rate: known[rate]) if known else None
 
@@ -82,7 +89,8 @@ def analyze(results: Results) -> Analysis:
                 "model is trained on a small dataset, and each pooling has the same sweep of learning rates with every "
                 "seed at every rate; its own rate is the one with the highest mean accuracy on held-out training "
                 "images. Attention pooling (one learned query over the patches, then an MLP) is later work and has "
-                f"more parameters. Accuracies within {100 * MARGIN:g} point are called equal."
+                f"more parameters. Accuracies within {100 * MARGIN:g} point are called equal. Only rates that every "
+                "pooling has finished are compared."
             ),
         ],
     )
@@ -116,9 +124,13 @@ def _needs_own_rate(results: Results, rates: dict[str, float]) -> Verdict:
     if TOKEN not in rates or MEAN not in rates:
         return Verdict(claim, "undecided", "too few of the runs are finished.")
     if rates[TOKEN] == rates[MEAN]:
-        if any(not results.values(arm_name(p, rate)) for p in (TOKEN, MEAN) for rate in RATES[results.scale]):
-            return Verdict(claim, "undecided", f"both are best at {rates[MEAN]:g}, but the sweep is not finished.")
-        return Verdict(claim, "does not hold", f"both are best at {rates[MEAN]:g}, the same rate of the sweep.")
+        sweep, compared = RATES[results.scale], compared_rates(results)
+        step = (max(sweep) / min(sweep)) ** (1 / (len(sweep) - 1))
+        reason = f"both are best at {rates[MEAN]:g}; the sweep's steps (a factor of about {step:.0f}) may be too coarse"
+        reason += " to see a difference of their rates."
+        if len(compared) < len(sweep):
+            reason += f" Only {len(compared)} of its {len(sweep)} rates are finished."
+        return Verdict(claim, "undecided", reason)
     own, other = (arm_name(MEAN, rates[pooling]) for pooling in (MEAN, TOKEN))
     return compare(claim, results.difference(own, other), f"mean at {rates[MEAN]:g}", f"mean at {rates[TOKEN]:g}")
 

@@ -80,12 +80,21 @@ class DataWorth:
     """Seeds that are worse than it with the least data: their factor is an upper bound."""
 
     @property
+    def is_capped(self) -> bool:
+        """Whether a seed is beyond the curve, so that the factor is a bound and its interval means nothing."""
+        return self.num_above + self.num_below > 0
+
+    @property
     def text(self) -> str | None:
         if self.factor is None:
             return None
-        bound = "at least " if self.num_above else "at most " if self.num_below else ""
+        value, count = f"{self.factor.value:.2g}", self.factor.count
+        if self.num_above and self.num_below:
+            return f"unknown: {self.num_above} of {count} seeds above the curve, {self.num_below} below"
+        if self.is_capped:
+            return f"at least {value}" if self.num_above else f"at most {value}"
         interval = f" ({self.factor.low:.2g} to {self.factor.high:.2g})" if self.factor.has_interval else ""
-        return f"{bound}{self.factor.value:.2g}{interval}"
+        return f"{value}{interval}"
 
 
 def data_worth(results: Results, treatment: str, percent: float) -> DataWorth:
@@ -148,17 +157,25 @@ def _worth_verdict(results: Results, percent: float) -> Verdict:
     if worth.factor is None:
         return Verdict(claim, "undecided", "too few of the runs are finished.")
     factor = worth.factor
-    reason = (
-        f"without it, the same accuracy takes {worth.text} times the data; about ten means "
-        f"{PUBLISHED_FACTOR / TOLERANCE:.2g} to {PUBLISHED_FACTOR * TOLERANCE:.2g}."
-    )
+    least, most = PUBLISHED_FACTOR / TOLERANCE, PUBLISHED_FACTOR * TOLERANCE
+    if worth.num_below == factor.count > 1:
+        return Verdict(
+            claim, "does not hold", "augmentation lowers the accuracy here, so it is worth no data (in every seed)."
+        )
+    if worth.num_above and worth.num_below:
+        reason = "how much data without it gives the same accuracy cannot be read from the curve."
+    else:
+        reason = f"without it, the same accuracy takes {worth.text} times the data"
+        reason += f"; about ten means {least:.2g} to {most:.2g}."
     if worth.num_above:
         reason += f" {worth.num_above} of {factor.count} seeds are better than all data without it."
+    if worth.num_below:
+        reason += f" {worth.num_below} of {factor.count} seeds are worse than without it."
     if not factor.has_interval:
         return Verdict(claim, "undecided", f"{reason} One seed has no interval.")
-    if factor.high < PUBLISHED_FACTOR / TOLERANCE and not worth.num_above:
-        return Verdict(claim, "does not hold", f"{reason} The test images and the model are small, and so is its gain.")
-    if factor.low > PUBLISHED_FACTOR / TOLERANCE and factor.high < PUBLISHED_FACTOR * TOLERANCE:
+    if factor.high < least and not worth.num_above:
+        return Verdict(claim, "does not hold", f"{reason} Its gain is small here.")
+    if factor.low > least and factor.high < most and not worth.is_capped:
         return Verdict(claim, "holds", reason)
     return Verdict(claim, "undecided", reason)
 
