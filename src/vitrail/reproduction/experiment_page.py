@@ -72,14 +72,21 @@ def _facts(experiment: Experiment, results: Results, info: PageInfo) -> Iterator
     yield "Scale", f"{results.scale}: {first.data.source}, {first.duration}, batch size {first.batch_size}"
     left_out = f"; left out: {info.left_out}" if info.left_out else ""
     yield "Runs", f"{info.finished} of {info.total}{left_out}"
-    rates = sorted({lr for arm in results.arms.values() for lr in arm.learning_rates})
-    if rates:
+    searched = [arm for arm in results.arms.values() if arm.learning_rates]
+    if searched:
+        lists = dict.fromkeys(", ".join(f"{lr:g}" for lr in sorted(arm.learning_rates)) for arm in searched)
+        at_edge = sum(results.selected_rate(arm.name) in (min(arm.rates), max(arm.rates)) for arm in searched)
         yield (
             "Learning rates",
-            f"each arm uses the best of {', '.join(f'{lr:g}' for lr in rates)}, selected with seed 0 on training "
-            "images that are held out; the test images are used for the final number only",
+            f"each arm uses the best of {', or of '.join(lists)}, selected with seed 0 on training images that are "
+            f"held out; the test images are used for the final number only. {at_edge} of {len(searched)} arms use the "
+            "smallest or the largest rate of their list: one beyond may be better",
         )
-    yield "Intervals", "95 %, Student's t over seeds; with one seed, Wilson's interval of the test images"
+    yield (
+        "Intervals",
+        "95 %, Student's t over seeds (Welch's between two arms); with one seed, Wilson's interval of the test images. "
+        "They cover initial weights and the order of the data, not the choice of the test images",
+    )
     where = f", on {' and '.join(results.devices)}" if results.devices else ""
     yield "Time", f"{format_duration(results.seconds)} in all runs together{where}"
     yield "Versions", f"vitrail {_version('vitrail')}, PyTorch {_version('torch')}, {_date(info.written)}"

@@ -84,7 +84,7 @@ def analyze(results: Results) -> Analysis:
 
 def _note(results: Results, gap: float | None) -> str:
     text, papers = "", [PUBLISHED[name] for name in PAPERS_KINDS]
-    if gap is not None:
+    if gap is not None and gap > 0 and results.scale == "tiny":
         published = sum(papers) / len(papers) - PUBLISHED[NONE]
         text = (
             f"Without positions accuracy is {100 * gap:.1f} points lower than with 1-D, 2-D and relative ones on "
