@@ -17,6 +17,7 @@ from reproduction.small_experiment import LENGTH, RATES
 from training.commands import Commands
 
 from vitrail.errors import ConfigError, NotFoundError, TrainError
+from vitrail.reproduction.cost import CostModel
 from vitrail.reproduction.reproduce import Reproduction, Status, reproduce
 from vitrail.reproduction.session import Request, open_session
 from vitrail.runs.run_folder import RunFolder
@@ -264,3 +265,27 @@ def test_progress_counts_trials_up_to_the_plan(reproduce_small: Run):
     left = [status.seconds_left for status in seen]
     assert all(seconds is not None and seconds >= 0 for seconds in left)
     assert left[-1] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_models_of_a_superseded_parent_are_trained_again(reproduce_small: Run, tmp_path: Path):
+    overrides = ["duration=2 steps"]
+    done = reproduce_small("out", seeds=1, overrides=overrides)
+    parent = f"base-lr{done.results.selected_rate('base'):g}-seed0"
+    before = {t.key: t for t in done.results.trials.values() if t.arm in ("tuned", "once")}
+    assert {trial.parent for trial in before.values()} == {parent}
+    for path in (tmp_path / "out" / "trials").glob("base-*.json"):
+        found = json.loads(path.read_text())
+        path.write_text(json.dumps(found | {"validation": 0.0 if path.stem == parent else 1.0}))
+    again = reproduce_small("out", seeds=1, overrides=overrides)
+    other = f"base-lr{again.results.selected_rate('base'):g}-seed0"
+    assert other != parent
+    after = {t.key: t for t in again.results.trials.values() if t.arm in ("tuned", "once")}
+    assert after.keys() == before.keys()
+    assert {trial.parent for trial in after.values()} == {other}
+    assert (tmp_path / "out" / "trials" / next(iter(after)) / "parent.txt").read_text() == other
+
+
+def test_no_trial_is_started_when_the_time_is_over(reproduce_small: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CostModel, "of_unfinished", lambda *_: 0.0)  # everything seems to fit
+    done = reproduce_small("out", seeds=1, budget_s=1e-6)
+    assert (done.finished, done.left_out) == (0, "the time was over")
