@@ -103,8 +103,9 @@ def test_the_summary_counts_outcomes():
     def summary(*outcomes: str) -> str:
         return Analysis([Verdict("c", outcome, "") for outcome in outcomes], []).summary  # type: ignore[arg-type]
 
-    assert summary("holds", "undecided", "holds") == "2 holds, 1 undecided"
+    assert summary("holds", "undecided", "holds") == "2 hold, 1 undecided"
     assert summary("does not hold") == "1 does not hold"
+    assert summary("does not hold", "holds", "does not hold") == "1 holds, 2 do not hold"
     assert summary() == "no result yet"
 
 

@@ -79,9 +79,11 @@ class Analysis:
 
     @property
     def summary(self) -> str:
-        """One line: how many claims hold."""
+        """One line: how many claims hold, do not hold and are undecided."""
         counts = {outcome: sum(v.outcome == outcome for v in self.verdicts) for outcome in OUTCOMES}
-        return ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "no result yet"
+        words = {"holds": ("holds", "hold"), "does not hold": ("does not hold", "do not hold")}
+        parts = [f"{n} {words.get(outcome, (outcome,) * 2)[n > 1]}" for outcome, n in counts.items() if n]
+        return ", ".join(parts) or "no result yet"
 
 
 OUTCOMES: tuple[Outcome, ...] = ("holds", "does not hold", "undecided")

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from vitrail.explain.canvas import COLORS, DASHES, FAINT, INK, QUIET, new_figure, set_title
 from vitrail.reproduction.results import SeedMean
 
-MARKERS = ("o", "s", "^", "D", "v")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+LINE_COLORS = (*COLORS, INK)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def line_plot(
     ax = figure.subplots()
     factor, drawn = 100.0 if percent else 1.0, [line for line in lines if line.points]
     for i, line in enumerate(drawn):
-        color, points = COLORS[i % len(COLORS)], sorted(line.points.items())
+        color, points = LINE_COLORS[i % len(LINE_COLORS)], sorted(line.points.items())
         x, y = [x for x, _ in points], [factor * mean.value for _, mean in points]
         low = [factor * (mean.low if mean.has_interval else mean.value) for _, mean in points]
         high = [factor * (mean.high if mean.has_interval else mean.value) for _, mean in points]
