@@ -18,7 +18,6 @@ from vitrail.cli.console import err, print_plain
 from vitrail.cli.options import Data, Device, Json, Root
 from vitrail.cli.train import command_line
 from vitrail.errors import ConfigError, did_you_mean
-from vitrail.report.formatting import format_duration
 
 if TYPE_CHECKING:
     from vitrail.reproduction.dry_run import DryRun
@@ -130,6 +129,8 @@ def parse_time(text: str) -> float:
 @contextmanager
 def show_progress(name: str) -> Iterator[Callable[[Status], None]]:
     """In a terminal, a bar for the whole and one for each run; elsewhere, a line for each finished run."""
+    from vitrail.report.formatting import format_duration
+
     columns = [
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -207,6 +208,8 @@ _DEVICES = {"cpu": "this CPU", "cuda": "one GPU of an H200's speed", "mps": "an 
 
 
 def _format_long(seconds: float) -> str:
+    from vitrail.report.formatting import format_duration
+
     return f"{seconds / 86400:,.0f} days" if seconds > 3 * 86400 else format_duration(seconds)
 
 
