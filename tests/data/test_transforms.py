@@ -234,7 +234,7 @@ def test_unreadable_images_are_black_with_a_reason(photo: np.ndarray, tmp_path: 
         assert [row for row, _ in errors] == [1, 2, 3]
         assert "truncated" in errors[0][1]
         assert "starts with b'not an image'" in errors[1][1]
-        assert "no file" in errors[2][1]
+        assert "no such file" in errors[2][1]
         assert out[1:4].max() == 0
         assert min(out[0].max(), out[4].max()) > 0
 

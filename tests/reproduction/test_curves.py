@@ -47,8 +47,10 @@ def test_curves_cross_where_their_difference_changes_its_sign():
 
 
 def test_slope_per_doubling():
-    assert slope_per_doubling({1.0: 0.1, 2.0: 0.3, 4.0: 0.5}) == pytest.approx(0.2)
-    assert slope_per_doubling({1.0: 0.1}) is None
+    assert slope_per_doubling([(1.0, 0.1), (2.0, 0.3), (4.0, 0.5)]) == pytest.approx(0.2)
+    assert slope_per_doubling([(1.0, 0.1), (1.0, 0.3), (2.0, 0.4)]) == pytest.approx(0.2)
+    assert slope_per_doubling([(1.0, 0.1)]) is None
+    assert slope_per_doubling([(1.0, 0.1), (1.0, 0.2)]) is None
 
 
 def test_the_front_has_no_point_that_another_beats_for_less():

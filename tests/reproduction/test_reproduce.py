@@ -198,7 +198,7 @@ def test_a_budget_compares_arms_by_the_same_number_of_learning_rates(reproduce_s
     path = done.out / "trials" / "base-lr0.003-seed0.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"validation": 1.0}))
     few = reproduce_small("out", overrides=["duration=1 steps"], seeds=1, budget_s=1e-3)
-    assert few.left_out == "the budget allows 1 of 2 learning rates, 1 of 1 seeds"
+    assert (few.left_out or "").startswith("the budget allows 1 of 2 learning rates, 1 of 1 seeds")
     assert {arm: few.results.selected_rate(arm) for arm in few.results.arms} == dict.fromkeys(few.results.arms, 1e-2)
     assert (few.finished, few.total) == (5, 8)
 

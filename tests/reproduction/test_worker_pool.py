@@ -38,7 +38,8 @@ def task(folder: Path, key: str, length: int = 2, **changes: Any) -> Task:
     trial = Trial(arm=arm, lr=arm.rates[0], seed=0)
     config = trial.config().replace(name=key, duration=steps(length), device="cpu", checkpoint_every=steps(ENDLESS))
     described = {
-        "key": key, "arm": arm.name, "lr": trial.lr, "seed": 0, "settings": "", "folder": str(folder / key),
+        "key": key, "arm": arm.name, "lr": trial.lr, "seed": 0, "settings": "", "parent": "",
+        "folder": str(folder / key),
         "config": config.to_dict(), "edit": None, "measures": [],
     }  # fmt: skip
     return described | changes

@@ -62,7 +62,7 @@ def test_the_page_lists_all_routes_fills_and_their_defaults() -> None:
     assert set(re.findall(r"`(?:GET|POST) (/\S+)`", table)) == set(create_app(served()).openapi()["paths"])
     values = PredictParameters()
     assert f"`top` (default {values.top})" in PAGE
-    match = re.search(r"`fill` replaces them: (.*?)\. Layers", PAGE, re.DOTALL)
+    match = re.search(r"`fill` selects what replaces them: (.*?)\. ", PAGE, re.DOTALL)
     assert match
     assert set(re.findall(r"`(\w+)`", match[1])) == set(get_args(Fill))
     assert f"`{values.fill}`, the mean color of the image (default)" in " ".join(match[1].split())

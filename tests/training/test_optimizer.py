@@ -172,7 +172,7 @@ def test_muon_uses_nesterov_by_default(nesterov: bool | None) -> None:
 
 def test_adamw_refuses_momentum_settings() -> None:
     for settings in ({"momentum": 0.9}, {"nesterov": True}):
-        with pytest.raises(ConfigError, match="momentum and nesterov are for sgd and muon; AdamW has betas"):
+        with pytest.raises(ConfigError, match="momentum and nesterov are only for sgd and muon; for adamw, set betas"):
             OptimConfig(**settings)
 
 

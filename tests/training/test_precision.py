@@ -34,7 +34,7 @@ def test_device_decides_precision_unless_it_is_set(monkeypatch: pytest.MonkeyPat
 def test_recipes_leave_precision_on_auto():
     recipes = [
         *(make() for make in RECIPES.values()),
-        *(make("x", "y", images=99) for make in (finetune, finetune_paper)),
+        *(make("x", "y", num_images=99) for make in (finetune, finetune_paper)),
     ]
     assert {config.precision for config in recipes} == {TrainConfig.from_dict({"init_from": "x"}).precision} == {"auto"}
 

@@ -36,11 +36,11 @@ def crossings(first: Points, second: Points) -> list[float]:
     return found
 
 
-def slope_per_doubling(curve: Points) -> float | None:
+def slope_per_doubling(points: Sequence[tuple[float, float]]) -> float | None:
     """Least-squares slope of y over log2 x; None with fewer than two x."""
-    if len(curve) < 2:
+    if len({x for x, _ in points}) < 2:
         return None
-    return float(np.polyfit([math.log2(x) for x in curve], list(curve.values()), 1)[0])
+    return float(np.polyfit([math.log2(x) for x, _ in points], [y for _, y in points], 1)[0])
 
 
 def best_so_far(curve: Points) -> dict[float, float]:

@@ -60,7 +60,7 @@ class Plan:
     def final_rate(self, arm: Arm, results: Results) -> float | None:
         """The selected learning rate; None while a rate of the plan is not finished."""
         tried = {trial.lr for trial in results.of_arm(arm.name) if trial.seed == 0}
-        return results.selected_rate(arm.name) if tried.issuperset(self.rates(arm)) else None
+        return results.selected_rate(arm.name, self.rates(arm)) if tried.issuperset(self.rates(arm)) else None
 
     def parent_trial(self, trial: Trial, results: Results) -> Trial | None:
         """The trial whose model this one starts from; None while its learning rate is not known."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -139,12 +139,12 @@ class Results:
         """All finished trials of an arm, by learning rate and seed."""
         return sorted((t for t in self.trials.values() if t.arm == arm), key=lambda t: (t.lr, t.seed))
 
-    def selected_rate(self, arm: str) -> float | None:
+    def selected_rate(self, arm: str, among: Collection[float] | None = None) -> float | None:
         """The learning rate with the highest validation accuracy of seed 0; of equal ones the first in the arm's list.
 
-        None if no trial is finished.
+        among: consider only these. None if no trial is finished.
         """
-        found = {t.lr: t for t in self.of_arm(arm) if t.seed == 0}
+        found = {t.lr: t for t in self.of_arm(arm) if t.seed == 0 and (among is None or t.lr in among)}
         tried = [lr for lr in self.arms[arm].rates if lr in found]
         if not tried:
             return None

@@ -214,7 +214,7 @@ def _seed_slopes(results: Results, dimension: str, metric: str) -> dict[int, flo
     if len(found) < len(names):
         return {}
     seeds = set.intersection(*(set(of_seed) for of_seed in values.values()))
-    slopes = {seed: slope_per_doubling({found[arm]: values[arm][seed] for arm in names}) for seed in sorted(seeds)}
+    slopes = {seed: slope_per_doubling([(found[arm], values[arm][seed]) for arm in names]) for seed in sorted(seeds)}
     return {seed: slope for seed, slope in slopes.items() if slope is not None}
 
 
