@@ -32,7 +32,8 @@ Each page tests one finding of the Vision Transformer literature with this packa
 repeat: `vitrail reproduce NAME` ([how it works](../reproduce.md)). The datasets are small (digits, MNIST, CIFAR-10),
 and so are the networks: a claim that does not hold here may well hold for a ViT-B/16 on ImageNet-21k, and the pages
 say where that is likely. Negative findings are kept. A claim *holds* if the 95 % interval of the difference over seeds
-lies on its side, *does not hold* if the interval lies on the other side, and is *undecided* otherwise.
+lies on its side, *does not hold* if the interval lies on the other side, and is *undecided* otherwise. Times are those
+of all runs together; some were recorded on a busy machine and are too long.
 """
 
 

@@ -1,7 +1,7 @@
 """The settings from which experiments derive their arms, for each scale.
 
 tiny    a ViT of width 64 on scikit-learn's 1,797 digits of 8 px: seconds per run on one CPU core
-gpu     a ViT of width 192 on CIFAR-10: a few tens of seconds per run on an H200, several runs at a time
+gpu     a ViT of width 192 on CIFAR-10: concurrent runs on one GPU; not recorded yet
 paper   the paper's B/16 on ImageNet-21k, for those who have the data: checked by a dry run
 """
 
