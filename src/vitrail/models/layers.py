@@ -74,6 +74,23 @@ def attend(
     return F.dropout(weights, dropout, training=dropout > 0) @ v
 
 
+class QKVProjection(nn.Linear):
+    """Linear(D, 3D) for queries, keys and values. With key_bias=False its bias has 2D elements: q's and v's."""
+
+    def __init__(self, width: int, *, bias: bool = True, key_bias: bool = True) -> None:
+        super().__init__(width, 3 * width, bias=bias)
+        self.key_bias = key_bias
+        if bias and not key_bias:
+            self.bias = nn.Parameter(torch.empty(2 * width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias
+        if bias is not None and not self.key_bias:
+            q, v = bias.chunk(2)
+            bias = torch.cat([q, torch.zeros_like(q), v])
+        return F.linear(x, self.weight, bias)
+
+
 class Attention(nn.Module):
     """Multi-head self-attention, B N D -> B N D: q, k, v = Linear(D, 3D)(x), then Linear(D, D)(attend(q, k, v)).
 
