@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitrail.config import BiTConfig, ViTConfig
+from vitrail.config import NetConfig, ViTConfig
 from vitrail.data.preprocess import Preprocess
 from vitrail.engines.engine import Engine, open_file
 from vitrail.engines.exported_files import existing_files
@@ -30,7 +30,7 @@ class EngineModel(Model):
         self.preprocess = Preprocess(engine.info.preprocess)
 
     @property
-    def config(self) -> ViTConfig | BiTConfig:
+    def config(self) -> NetConfig:
         return self.info.config
 
     @property

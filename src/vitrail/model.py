@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.config import BiTConfig, Pair, ViTConfig, pair
+from vitrail.config import NetConfig, Pair, pair
 from vitrail.data.decode import ImageLike
 from vitrail.data.preprocess import Preprocess, is_image_list
 from vitrail.errors import ConfigError, ImageError, ModelError, NotFoundError, VitrailError
@@ -73,7 +73,7 @@ class Model:
         self.preprocess = Preprocess(info.preprocess)
 
     @property
-    def config(self) -> ViTConfig | BiTConfig:
+    def config(self) -> NetConfig:
         return self.net.config
 
     @property
@@ -258,7 +258,7 @@ class Model:
         return f"<vitrail.Model {name}: {count:.1f} M parameters, {_format_size(self.config.image_size)}, {outputs}>"
 
 
-def check_info_matches(config: ViTConfig | BiTConfig, info: ModelInfo) -> None:
+def check_info_matches(config: NetConfig, info: ModelInfo) -> None:
     """Raise ModelError if the model info describes another network than this config."""
     actual, described = ({"type": type(c).__name__, **c.to_dict()} for c in (config, info.config))
     differ = [name for name in actual if actual[name] != described.get(name) and name not in TRAINING_ONLY_FIELDS]

@@ -14,11 +14,11 @@ from rich.text import Text
 from vitrail.cli.console import err, out, print_plain
 from vitrail.cli.options import Json
 from vitrail.cli.settings import print_settings
+from vitrail.config import NetConfig
 from vitrail.config.overrides import list_settings
 from vitrail.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
-    from vitrail.config import BiTConfig, ViTConfig
     from vitrail.models.families import Family
     from vitrail.models.published_models import PublishedModel
     from vitrail.weights.shipped import ShippedModel
@@ -105,7 +105,7 @@ def _names(listed: Listed) -> list[str]:
     return [n for n in (listed.name, listed.hub_id, *listed.aliases) if n]
 
 
-def _config(listed: Listed) -> ViTConfig | BiTConfig:
+def _config(listed: Listed) -> NetConfig:
     from vitrail.models.model_names import parse_name
     from vitrail.weights.shipped import ShippedModel
 

@@ -5,7 +5,9 @@ from vitrail.config.base import Config, Pair, pair
 from vitrail.config.data import AugmentConfig, DataConfig
 from vitrail.config.duration import Duration, epochs, images, steps
 from vitrail.config.image import PreprocessConfig
+from vitrail.config.networks import CONFIG_TYPES, NetConfig
 from vitrail.config.overrides import override, parse_value
+from vitrail.config.swin import SwinConfig
 from vitrail.config.train import (
     ClassifyConfig,
     DistillConfig,
@@ -16,6 +18,7 @@ from vitrail.config.train import (
 )
 
 __all__ = [
+    "CONFIG_TYPES",
     "AugmentConfig",
     "BiTConfig",
     "ClassifyConfig",
@@ -24,11 +27,13 @@ __all__ = [
     "DistillConfig",
     "Duration",
     "MaskedPatchConfig",
+    "NetConfig",
     "OptimConfig",
     "Pair",
     "PreprocessConfig",
     "ScheduleConfig",
     "StemConfig",
+    "SwinConfig",
     "TrainConfig",
     "ViTConfig",
     "epochs",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from vitrail.config.base import Config, Pair, allow_use_cache, pair
 from vitrail.errors import ConfigError
@@ -31,7 +31,7 @@ class StemConfig(Config):
     """1e-5 in the original, 1e-8 in timm."""
 
     def check(self) -> None:
-        _check_positive(self, "width_factor")
+        check_positive(self, "width_factor")
         if any(n < 1 for n in self.layers):
             raise ConfigError(f"every stage needs a block, got layers={self.layers}.")
 
@@ -140,8 +140,8 @@ class ViTConfig(Config):
     """A ResNet before the patch embedding (hybrid); None: no stem."""
 
     def check(self) -> None:
-        _set_fields(self, image_size=pair(self.image_size), patch_size=pair(self.patch_size))
-        _check_positive(
+        set_fields(self, image_size=pair(self.image_size), patch_size=pair(self.patch_size))
+        check_positive(
             self,
             "image_size",
             "patch_size",
@@ -220,7 +220,7 @@ class ViTConfig(Config):
         if self.stem is None:
             for side, name, size in zip(image_size, ("height", "width"), patch, strict=True):
                 if side < size or (side % size and self.uncovered == "refuse"):
-                    raise ConfigError(_uncovered_message(side, name, size))
+                    raise ConfigError(uncovered_message(side, name, size))
             return image_size[0] // patch[0], image_size[1] // patch[1]
         rows, columns = (-(-side // self.stem.stride) for side in image_size)  # SAME padding rounds up
         if rows % patch[0] or columns % patch[1]:
@@ -288,25 +288,30 @@ class BiTConfig(Config):
     """Padding of the first max-pool: zeros, which take part in the maximum (paper, timm), or none (big_vision)."""
 
     def check(self) -> None:
-        _set_fields(self, image_size=pair(self.image_size))
-        _check_positive(self, "image_size", "channels", "width_factor", "norm_eps")
+        set_fields(self, image_size=pair(self.image_size))
+        check_positive(self, "image_size", "channels", "width_factor", "norm_eps")
         if not self.layers or any(n < 1 for n in self.layers):
             raise ConfigError(f"layers={self.layers}: every stage of a BiT needs at least one block.")
 
 
-def _set_fields(config: Config, **values: object) -> None:
+def set_fields(config: Config, **values: object) -> None:
     for name, value in values.items():
         object.__setattr__(config, name, value)
 
 
-def _check_positive(config: Config, *names: str) -> None:
+def check_positive(config: Config, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if any(v <= 0 for v in (value if isinstance(value, tuple) else (value,))):
+        if any(v <= 0 for v in _numbers(value)):
             raise ConfigError(f"{name} must be positive, got {value}.")
 
 
-def _uncovered_message(side: int, name: str, patch: int) -> str:
+def _numbers(value: Any) -> tuple[float, ...]:
+    """The numbers in nested tuples."""
+    return tuple(n for v in value for n in _numbers(v)) if isinstance(value, tuple) else (value,)
+
+
+def uncovered_message(side: int, name: str, patch: int) -> str:
     below, above = side // patch * patch, -(-side // patch) * patch
     tries = f"{above}" if not below else f"{below} or {above}"
     return f"patch_size={patch} leaves {side - below} px of the image's {name} {side} uncovered; try {name} {tries}."

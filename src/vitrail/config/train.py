@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from vitrail.config.architecture import BiTConfig, ViTConfig
+from vitrail.config.architecture import ViTConfig
 from vitrail.config.base import Config
 from vitrail.config.data import AugmentConfig, DataConfig
 from vitrail.config.duration import Duration, epochs, steps
 from vitrail.config.image import PreprocessConfig
+from vitrail.config.networks import NetConfig
 from vitrail.errors import ConfigError, did_you_mean
 from vitrail.plugins import plugin_names
 
@@ -159,7 +160,7 @@ class TrainConfig(Config):
     """Name of the run; its folder is runs/NAME by default."""
     seed: int = 0
     """Seed of all random numbers: initialization, order, augmentation, masks, dropout."""
-    model: ViTConfig | BiTConfig | None = None
+    model: NetConfig | None = None
     """The network; with `init_from`, None for the checkpoint's own. num_classes=0 takes the data's."""
     init_from: str | None = None
     """Pretrained model to start from: anything that `vitrail.load` loads."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import prod
 
-from vitrail.config import BiTConfig, Pair, ViTConfig, pair
+from vitrail.config import BiTConfig, NetConfig, Pair, ViTConfig, pair
 from vitrail.models import bit, build, hybrid
 
 
-def count_flops(config: ViTConfig | BiTConfig, image_size: Pair | None = None) -> int:
+def count_flops(config: NetConfig, image_size: Pair | None = None) -> int:
     """FLOPs of a forward pass for one image: two per multiply-add of matrix products and convolutions.
 
     Norms, activations and softmax are not counted, as in torch's FlopCounterMode.
@@ -29,7 +29,7 @@ def count_flops(config: ViTConfig | BiTConfig, image_size: Pair | None = None) -
     return total + 2 * config.head_width * config.num_classes * (1 + config.distilled)
 
 
-def training_flops(config: ViTConfig | BiTConfig, trainable: str | int = "all") -> int:
+def training_flops(config: NetConfig, trainable: str | int = "all") -> int:
     """FLOPs of forward and backward pass for one image; `trainable`: "all", "head" or a number of last blocks.
 
     The backward pass costs two products for each product of the trainable layers' forward pass: the gradients of
@@ -65,7 +65,7 @@ def _pool(config: ViTConfig, tokens: int) -> int:
     return query_and_output + attention + (_mlp(config, 1) if config.pool == "map" else 0)
 
 
-def count_parameters(config: ViTConfig | BiTConfig) -> int:
+def count_parameters(config: NetConfig) -> int:
     """Number of parameters, counted on the meta device; every block of a ViT has the same number."""
     if isinstance(config, BiTConfig):
         return _count(config)
@@ -73,5 +73,5 @@ def count_parameters(config: ViTConfig | BiTConfig) -> int:
     return first + (config.depth - 1) * (second - first)
 
 
-def _count(config: ViTConfig | BiTConfig) -> int:
+def _count(config: NetConfig) -> int:
     return sum(p.numel() for p in build(config, meta=True).parameters())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
+from vitrail.config.architecture import Activation
 from vitrail.kernels.linear_gelu import can_fuse_linear_gelu, linear_gelu_tanh
 from vitrail.kernels.packed_attention import can_pack_attention, packed_attention
 from vitrail.models import drop
@@ -59,15 +61,18 @@ def attend(
     bias: Tensor | None = None,
     dropout: float = 0.0,
     weights_out: list[Tensor] | None = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention, softmax(q k^T / sqrt(K) + bias) v; q, k, v and the result are B H N K.
+    """Scaled dot-product attention, softmax(q k^T scale + bias) v; q, k, v and the result are B H N K.
+
+    `scale` is 1 / sqrt(K) by default.
 
     Uses the fused kernel, unless `weights_out` is given: then the attention weights (B H N N) are
     computed explicitly and appended to that list. Both paths agree to rounding.
     """
     if weights_out is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
-    logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # B H N N
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
+    logits = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)  # B H N N
     weights = (logits if bias is None else logits + bias).softmax(-1)
     del logits
     weights_out.append(weights)
@@ -84,7 +89,7 @@ class QKVProjection(nn.Linear):
             self.bias = nn.Parameter(torch.empty(2 * width))
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias
+        bias: Tensor | None = self.bias
         if bias is not None and not self.key_bias:
             q, v = bias.chunk(2)
             bias = torch.cat([q, torch.zeros_like(q), v])
@@ -158,13 +163,28 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class MLPConfig(Protocol):
+    """The settings that an MLP reads: a ViTConfig, or a stage of a Swin Transformer."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def mlp_dim(self) -> int: ...
+    @property
+    def activation(self) -> Activation: ...
+    @property
+    def proj_bias(self) -> bool: ...
+    @property
+    def dropout(self) -> float: ...
+
+
 class MLP(nn.Module):
     """Position-wise feed-forward network, B N D -> B N D: Linear(D, M), activation, Linear(M, D).
 
     With SwiGLU the first layer is Linear(D, 2M).
     """
 
-    def __init__(self, config: ViTConfig) -> None:
+    def __init__(self, config: MLPConfig) -> None:
         super().__init__()
         hidden = config.mlp_dim * (2 if config.activation == "swiglu" else 1)
         self.up = nn.Linear(config.width, hidden, bias=config.proj_bias)

@@ -11,7 +11,7 @@ import re
 from functools import cache
 from typing import Any
 
-from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
+from vitrail.config import BiTConfig, NetConfig, StemConfig, ViTConfig, pair
 from vitrail.config.sizes import DINOV2_G, SIGLIP2_G, SIZES
 from vitrail.errors import NotFoundError, did_you_mean
 from vitrail.models.families import FAMILIES
@@ -50,7 +50,7 @@ NAME = re.compile(
 BIT_NAME = re.compile(r"BiT-(?P<depth>R\d+)x(?P<width>\d+)(?:@(?P<image>\d+(?:x\d+)?))?", re.IGNORECASE)
 
 
-def config_from_name(name: str, **changes: Any) -> ViTConfig | BiTConfig:
+def config_from_name(name: str, **changes: Any) -> NetConfig:
     """The config for a model name, ours or another library's, with fields changed.
 
     Conventions (which GELU, which epsilon) are the family's own, whichever library's name is used. A name that another
@@ -64,7 +64,7 @@ def config_from_name(name: str, **changes: Any) -> ViTConfig | BiTConfig:
             raise
         with plugin_errors("models", name):
             config = load_plugin("models", name)()
-            if not isinstance(config, ViTConfig | BiTConfig):
+            if not isinstance(config, NetConfig):
                 raise TypeError(f"it returned {type(config).__name__}, expected a ViTConfig or BiTConfig") from None
     return config.replace(**changes) if changes else config
 
@@ -75,7 +75,7 @@ def find_published(name: str) -> PublishedModel | None:
     return _by_alias().get(name) or _by_alias().get(name.lower())  # only g and G need their case
 
 
-def parse_name(name: str) -> ViTConfig | BiTConfig:
+def parse_name(name: str) -> NetConfig:
     """Parse a name of the grammar above."""
     if match := BIT_NAME.fullmatch(name):
         return _bit(match)

@@ -12,10 +12,10 @@ import math
 
 from vitrail.config import (
     AugmentConfig,
-    BiTConfig,
     ClassifyConfig,
     DataConfig,
     Duration,
+    NetConfig,
     OptimConfig,
     ScheduleConfig,
     TrainConfig,
@@ -71,7 +71,7 @@ def finetune_paper(init_from: str, source: str, *, num_images: int, device: str 
     )
 
 
-def paper_image_size(network: ViTConfig | BiTConfig) -> int:
+def paper_image_size(network: NetConfig) -> int:
     """384 px as in the paper, rounded to a multiple of the patch size; below `SMALL_IMAGE_SIZE`, twice the size."""
     side = max(pair(network.image_size))
     if side < SMALL_IMAGE_SIZE:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from vitrail.config import BiTConfig, TrainConfig, ViTConfig
+from vitrail.config import NetConfig, TrainConfig
 from vitrail.errors import ConfigError
 from vitrail.models.flops import training_flops
 from vitrail.reproduction.arm import Arm, Trial
@@ -82,7 +82,7 @@ class CostModel:
             self.correction = statistics.median(ratios)
 
 
-def network_of(arm: Arm, arms: Mapping[str, Arm]) -> ViTConfig | BiTConfig:
+def network_of(arm: Arm, arms: Mapping[str, Arm]) -> NetConfig:
     """The network that an arm trains: its own, or that of the arm that it starts from, at the arm's image size."""
     source = arm
     while source.config.model is None:

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from vitrail.config import BiTConfig, TrainConfig, ViTConfig, pair
+from vitrail.config import BiTConfig, NetConfig, TrainConfig, ViTConfig, pair
 from vitrail.models import build
 from vitrail.models.flops import count_parameters
 
@@ -15,7 +15,7 @@ OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4, "muon": 4}
 """Optimizer state per parameter."""
 
 
-def training_memory(config: TrainConfig, network: ViTConfig | BiTConfig, *, bfloat16: bool) -> int:
+def training_memory(config: TrainConfig, network: NetConfig, *, bfloat16: bool) -> int:
     """Bytes that a run in one process needs: weights, gradients, optimizer state and the tensors saved for backward.
 
     An estimate for one process without torch.compile, which saves less: for a ViT-B/16 at batch size 256 in bfloat16 it
@@ -30,7 +30,7 @@ def training_memory(config: TrainConfig, network: ViTConfig | BiTConfig, *, bflo
     return per_parameter * count_parameters(network) + images * activations
 
 
-def saved_bytes(config: ViTConfig | BiTConfig) -> int:
+def saved_bytes(config: NetConfig) -> int:
     """Bytes that the forward pass of one image saves for backward in float32; every block of a ViT saves as much."""
     if isinstance(config, BiTConfig):
         return _count_saved(config)
@@ -39,7 +39,7 @@ def saved_bytes(config: ViTConfig | BiTConfig) -> int:
 
 
 @cache
-def _count_saved(config: ViTConfig | BiTConfig) -> int:
+def _count_saved(config: NetConfig) -> int:
     net = build(config, seed=0).train()
     weights = {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitrail.config import AugmentConfig, BiTConfig, DataConfig, StemConfig, TrainConfig, ViTConfig
+from vitrail.config import AugmentConfig, BiTConfig, DataConfig, NetConfig, StemConfig, TrainConfig, ViTConfig
 from vitrail.models.model_names import config_from_name
 from vitrail.recipes.digits import small_gray_vit
 from vitrail.reproduction.arm import Scale
@@ -22,7 +22,7 @@ PAPER_NAMES = {
     HYBRID: {"small": "R50+ViT-B/32", "base": "R50+ViT-B/16", "large": "R50+ViT-L/16"},
     RESNET: {"small": "BiT-R50x1", "base": "BiT-R50x2", "large": "BiT-R152x2"},
 }
-Network = ViTConfig | BiTConfig
+Network = NetConfig
 
 
 def network(scale: Scale, family: str, size: str) -> Network:

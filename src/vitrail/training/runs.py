@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from vitrail.config import BiTConfig, DataConfig, TrainConfig, ViTConfig, override, pair
+from vitrail.config import DataConfig, NetConfig, TrainConfig, override, pair
 from vitrail.config.image import preprocess_for_size
 from vitrail.data.loader import usable_indices
 from vitrail.data.sources import open_data
@@ -423,7 +423,7 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else ",".join(value) or "none"
 
 
-def _network_config(name: str, replaced: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig:
+def _network_config(name: str, replaced: NetConfig | None) -> NetConfig:
     """The config of a network by name, with the image size and channels of the one it replaces."""
     same: dict[str, Any] = {}
     if replaced is not None:
@@ -431,7 +431,7 @@ def _network_config(name: str, replaced: ViTConfig | BiTConfig | None) -> ViTCon
     return config_from_name(name, num_classes=0, **same)
 
 
-def _without_head(network: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig | None:
+def _without_head(network: NetConfig | None) -> NetConfig | None:
     return network.replace(num_classes=0) if network is not None else None
 
 

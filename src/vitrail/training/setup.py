@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.config import BiTConfig, PreprocessConfig, TrainConfig, ViTConfig, pair
+from vitrail.config import BiTConfig, NetConfig, PreprocessConfig, TrainConfig, ViTConfig, pair
 from vitrail.config.image import preprocess_for_channels, preprocess_for_size
 from vitrail.data.sources import open_data
 from vitrail.data.sources.base import Source, Splits
@@ -23,8 +23,6 @@ from vitrail.training.data_fingerprint import DataFingerprint, check_fingerprint
 from vitrail.weights.archive import unmap_weights
 from vitrail.weights.loading import adapt_model, load_checkpoint
 from vitrail.weights.model_info import FINE_TUNED_PREFIX, TRAINED_PREFIX, ModelInfo, strip_local_folders
-
-AnyConfig = ViTConfig | BiTConfig
 
 
 @dataclass(frozen=True)
@@ -141,14 +139,14 @@ def _load_init_from(config: TrainConfig, labels: tuple[str, ...], objects: Custo
     return net, info.replace(labels=labels or None, origin=origin, notes=())
 
 
-def _regularization_settings(model: AnyConfig | None) -> dict[str, float]:
+def _regularization_settings(model: NetConfig | None) -> dict[str, float]:
     """The settings of the network that may differ from the checkpoint's: dropout and stochastic depth."""
     if not isinstance(model, ViTConfig):
         return {}
     return {name: getattr(model, name) for name in ("dropout", "attention_dropout", "drop_path")}
 
 
-def _check_matches_checkpoint(requested: AnyConfig, before: AnyConfig, after: AnyConfig) -> None:
+def _check_matches_checkpoint(requested: NetConfig, before: NetConfig, after: NetConfig) -> None:
     """Raise if a setting of the network differs from the checkpoint's and cannot be changed."""
     first, last = before.to_dict(), after.to_dict()
     for name, value in requested.to_dict().items():
@@ -174,7 +172,7 @@ def _create_network(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, 
     return net, info
 
 
-def _default_preprocess(model: AnyConfig) -> PreprocessConfig:
+def _default_preprocess(model: NetConfig) -> PreprocessConfig:
     """Antialiased bicubic resizing; from 96 px on with a margin around the center crop."""
     size = pair(model.image_size)
     preprocess = PreprocessConfig(image_size=224, resize="short", resize_to=256, interpolation="bicubic")
@@ -183,7 +181,7 @@ def _default_preprocess(model: AnyConfig) -> PreprocessConfig:
     return preprocess_for_size(preprocess, size, model.channels)
 
 
-def _with_classes(model: AnyConfig, num_classes: int) -> AnyConfig:
+def _with_classes(model: NetConfig, num_classes: int) -> NetConfig:
     if model.num_classes in (0, num_classes):
         return model.replace(num_classes=num_classes)
     raise ConfigError(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
+from vitrail.config import BiTConfig, NetConfig, PreprocessConfig, ViTConfig, pair
 from vitrail.config.image import preprocess_for_size
 from vitrail.models.families import FAMILIES, TIMM
 
 
-def family_conventions(family: str, config: ViTConfig | BiTConfig) -> dict[str, Any]:
+def family_conventions(family: str, config: NetConfig) -> dict[str, Any]:
     """Config fields that a family's reference code fixes and no tensor shows: `activation`, `norm_eps`, `resample`."""
     if isinstance(config, BiTConfig):
         return {}
@@ -22,7 +22,7 @@ def family_conventions(family: str, config: ViTConfig | BiTConfig) -> dict[str, 
     return fixed
 
 
-def default_preprocess(family: str, config: ViTConfig | BiTConfig, library: str = "") -> PreprocessConfig:
+def default_preprocess(family: str, config: NetConfig, library: str = "") -> PreprocessConfig:
     """A family's default preprocessing, for checkpoints that state none. timm's default for ViT is its own."""
     defaults = TIMM if library == "timm" and family == "ViT" else FAMILIES[family]
     size = pair(config.image_size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath, PureWindowsPath
 from typing import Any, Literal
 
-from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig
+from vitrail.config import CONFIG_TYPES, NetConfig, PreprocessConfig
 from vitrail.config.format_version import VERSION, upgrade
 from vitrail.errors import ConfigError, FormatError
 from vitrail.models.families import FAMILIES
@@ -25,7 +25,7 @@ LOCAL_PATH = re.compile(
 class ModelInfo:
     """Everything about a checkpoint except its tensors."""
 
-    config: ViTConfig | BiTConfig
+    config: NetConfig
     preprocess: PreprocessConfig
     labels: tuple[str, ...] | None = None
     """Class names in the order of the head's outputs; None if the checkpoint has none."""
@@ -72,7 +72,7 @@ class ModelInfo:
         return {
             "format": "vitrail",
             "version": VERSION,
-            "config_type": "bit" if isinstance(self.config, BiTConfig) else "vit",
+            "config_type": next(name for name, kind in CONFIG_TYPES.items() if type(self.config) is kind),
             "family": self.family,
             "task": self.task,
             "multi_label": self.multi_label,
@@ -92,16 +92,15 @@ class ModelInfo:
             )
         values = upgrade("model", values)
         for name, allowed in (
-            ("config_type", ("vit", "bit")),
+            ("config_type", tuple(CONFIG_TYPES)),
             ("task", ("classify", "embed")),
             ("family", tuple(FAMILIES)),
         ):
             if values[name] not in allowed:
                 raise FormatError(f"the model info's {name}={values[name]!r} is not one of {', '.join(allowed)}.")
-        config_type = BiTConfig if values["config_type"] == "bit" else ViTConfig
         labels = values.get("labels")
         return cls(
-            config=config_type.from_dict(values["model"]),
+            config=CONFIG_TYPES[values["config_type"]].from_dict(values["model"]),
             preprocess=PreprocessConfig.from_dict(values["preprocess"]),
             labels=None if labels is None else tuple(labels),
             family=values["family"],

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from vitrail.config import BiTConfig, ViTConfig
+from vitrail.config import BiTConfig, NetConfig, ViTConfig
 from vitrail.errors import ConversionError, FormatError
 from vitrail.weights.file_type import summarize_names
 
-AnyConfig = ViTConfig | BiTConfig
+AnyConfig = NetConfig
 TransformFunction = Callable[[Sequence[Tensor], AnyConfig], Sequence[Tensor]]
 
 

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
+from vitrail.config import BiTConfig, NetConfig, PreprocessConfig, ViTConfig, pair
 from vitrail.config.image import preprocess_for_channels
 from vitrail.errors import FormatError
 from vitrail.models.model_names import BIT_LAYERS, infer_num_heads, is_published_size, parse_name
@@ -221,7 +221,7 @@ class TimmConfig:
             return heads, ""
         return heads, f"{heads} heads of width {width // heads} are assumed; pass num_heads=... if that is wrong."
 
-    def preprocess(self, config: ViTConfig | BiTConfig, default: PreprocessConfig) -> tuple[PreprocessConfig, bool]:
+    def preprocess(self, config: NetConfig, default: PreprocessConfig) -> tuple[PreprocessConfig, bool]:
         """Preprocessing from the sidecar and True; `default` and False if it states none."""
         cfg = self.pretrained_cfg
         if not cfg.get("mean"):
@@ -265,7 +265,7 @@ def _int_or_tuple(value: Any) -> Any:
     return value[0] if len(set(value)) == 1 else tuple(value)
 
 
-def unsupported_parts(config: ViTConfig | BiTConfig) -> list[str]:
+def unsupported_parts(config: NetConfig) -> list[str]:
     """Descriptions of the parts that timm's VisionTransformer does not have."""
     if isinstance(config, BiTConfig):
         fits = (config.layers, config.width_factor) in BIT_ARCH
@@ -296,7 +296,7 @@ def unsupported_parts(config: ViTConfig | BiTConfig) -> list[str]:
     return [name for name, present in parts.items() if present]
 
 
-def inexact_conventions(config: ViTConfig | BiTConfig) -> list[str]:
+def inexact_conventions(config: NetConfig) -> list[str]:
     """Values fixed in timm's code that differ from the config's."""
     if isinstance(config, BiTConfig):
         other = config.standardize_eps != 1e-8
@@ -324,7 +324,7 @@ STEM_ARCH = {
 }
 
 
-def architecture(config: ViTConfig | BiTConfig) -> str:
+def architecture(config: NetConfig) -> str:
     """The timm architecture whose code fits; its sizes are overridden by `model_args`."""
     if isinstance(config, BiTConfig):
         return BIT_ARCH[config.layers, config.width_factor]
@@ -343,7 +343,7 @@ def architecture(config: ViTConfig | BiTConfig) -> str:
     return "vit_base_patch16_224"
 
 
-def _same_sizes(variant: ViTConfig | BiTConfig, config: ViTConfig) -> bool:
+def _same_sizes(variant: NetConfig, config: ViTConfig) -> bool:
     names = (
         "image_size",
         "patch_size",
@@ -361,7 +361,7 @@ def _same_sizes(variant: ViTConfig | BiTConfig, config: ViTConfig) -> bool:
     return (variant.layer_scale is None) == (config.layer_scale is None) and variant.pool == config.pool
 
 
-def model_args(config: ViTConfig | BiTConfig) -> dict[str, Any]:
+def model_args(config: NetConfig) -> dict[str, Any]:
     """Every argument whose default may differ in the architecture."""
     if isinstance(config, BiTConfig):
         return {} if config.channels == 3 else {"in_chans": config.channels}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from vitrail.config import BiTConfig, DataConfig, TrainConfig, ViTConfig, pair
+from vitrail.config import DataConfig, NetConfig, TrainConfig, ViTConfig, pair
 from vitrail.reproduction.analysis import Analysis, Paragraph, Plot, Table, Verdict, arm_table
 from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.experiment import Experiment
@@ -53,7 +53,7 @@ def _arm(name: str, scale: Scale, config: TrainConfig, per_side: int) -> Arm:
 
 def image_size(results: Results) -> int:
     config = next(iter(results.arms.values())).config.model
-    assert isinstance(config, ViTConfig | BiTConfig)
+    assert isinstance(config, NetConfig)
     return pair(config.image_size)[0]
 
 
