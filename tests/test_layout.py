@@ -61,6 +61,7 @@ SHARED_FILE_NAMES = {
     "train.py": {"cli", "config"},
     "vtab.py": {".", "cli"},
     # An experiment, and the figures of what it is about.
+    "swin.py": {"config", "models"},
     "positions.py": {"explain", "reproduction/experiments"},
 }
 """File names that occur more than once, and in which packages; every other file name is unique."""

@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, TrainConfig, ViTConfig
+    from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, SwinConfig, TrainConfig, ViTConfig
     from vitrail.errors import VitrailError
     from vitrail.evaluation.evaluate import evaluate
     from vitrail.evaluation.summary import Evaluation
     from vitrail.exporting.export_model import export
     from vitrail.model import Model
-    from vitrail.models import BiT, Output, ViT
+    from vitrail.models import BiT, Output, Swin, ViT
     from vitrail.open_model import create, create_model, load
     from vitrail.predictions import Prediction
     from vitrail.reproduction.reproduce import Reproduction, reproduce
@@ -32,6 +32,8 @@ _MODULE_OF = {
     "Reproduction": "vitrail.reproduction.reproduce",
     "Run": "vitrail.training.runs",
     "StemConfig": "vitrail.config",
+    "Swin": "vitrail.models",
+    "SwinConfig": "vitrail.config",
     "TrainConfig": "vitrail.config",
     "ViT": "vitrail.models",
     "ViTConfig": "vitrail.config",
@@ -57,6 +59,8 @@ __all__ = [
     "Reproduction",
     "Run",
     "StemConfig",
+    "Swin",
+    "SwinConfig",
     "TrainConfig",
     "ViT",
     "ViTConfig",

@@ -11,10 +11,18 @@ from compare import randomized
 from torch import Tensor
 
 from vitrail import rng
-from vitrail.config import PreprocessConfig, ViTConfig
-from vitrail.config.train import ClassifyConfig, DistillConfig, MaskedPatchConfig, TrainConfig
+from vitrail.config import PreprocessConfig, SwinConfig, ViTConfig
+from vitrail.config.train import ClassifyConfig, DistillConfig, MaskedPatchConfig, SimMIMConfig, TrainConfig
 from vitrail.models import Net, build
-from vitrail.objectives import DistillObjective, LabelLoss, MaskedPatchObjective, Objective, Teacher, make_objective
+from vitrail.objectives import (
+    DistillObjective,
+    LabelLoss,
+    MaskedPatchObjective,
+    Objective,
+    SimMIMObjective,
+    Teacher,
+    make_objective,
+)
 from vitrail.weights.model_info import ModelInfo
 
 SMALL = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24, "num_classes": 5}
@@ -61,6 +69,17 @@ def masked_patch(target: str = "mean-color", net: Net | None = None, **options: 
     return objective
 
 
+def make_swin(**options: Any) -> Net:
+    """A Swin Transformer for 16 x 16 images: maps of 4 x 4 and 2 x 2 tokens."""
+    small = {"image_size": 16, "width": 8, "depths": (2, 2), "num_heads": (1, 2), "window_size": 3, "num_classes": 5}
+    return randomized(build(SwinConfig(**small | options))).train()
+
+
+def simmim(net: Net | None = None, **options: Any) -> SimMIMObjective:
+    options = {"mask_patch_size": 8} | options
+    return SimMIMObjective(net or make_swin(**DROP_RATES), SimMIMConfig(**options), PREPROCESS, seed=0)
+
+
 def distill(kind: str = "hard", distilled: bool = True) -> DistillObjective:
     labels = LabelLoss(ClassifyConfig(label_smoothing=0.1), 5)
     net = make_net(distilled=distilled, **DROP_RATES)
@@ -75,6 +94,8 @@ OBJECTIVES = {
     "mean color": masked_patch,
     "downsized": lambda: masked_patch("downsized"),
     "pixels": lambda: masked_patch("pixels"),
+    "SimMIM of a Swin": simmim,
+    "SimMIM of a ViT": lambda: simmim(make_net(**DROP_RATES), normalize_box=5),
     "hard": distill,
     "soft": lambda: distill("soft"),
     "plain student": lambda: distill("soft", distilled=False),

@@ -227,7 +227,7 @@ def test_invalid_configurations_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match="plain ViT"):
         make_objective(config, hybrid, PREPROCESS)
-    with pytest.raises(ConfigError, match="a BiT has no patches"):
+    with pytest.raises(ConfigError, match="masked-patch needs a ViT"):
         make_objective(config, build(BiTConfig(layers=(1,), width_factor=0.5, num_classes=5)), PREPROCESS)
     with pytest.raises(ConfigError, match="too many colors"):
         masked_patch_objective(channels=5)

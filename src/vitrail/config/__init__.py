@@ -14,6 +14,7 @@ from vitrail.config.train import (
     MaskedPatchConfig,
     OptimConfig,
     ScheduleConfig,
+    SimMIMConfig,
     TrainConfig,
 )
 
@@ -32,6 +33,7 @@ __all__ = [
     "Pair",
     "PreprocessConfig",
     "ScheduleConfig",
+    "SimMIMConfig",
     "StemConfig",
     "SwinConfig",
     "TrainConfig",

@@ -14,7 +14,9 @@ from vitrail.config.networks import NetConfig
 from vitrail.errors import ConfigError, did_you_mean
 from vitrail.plugins import plugin_names
 
-OBJECTIVES = ("classify", "masked-patch", "distill")
+OBJECTIVES = ("classify", "masked-patch", "simmim", "distill")
+SELF_SUPERVISED = ("masked-patch", "simmim")
+"""Objectives that use no labels."""
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
@@ -61,6 +63,27 @@ class MaskedPatchConfig(Config):
                 "mask_ratio must be above 0 and at most 1; mask_token_prob and random_patch_prob must be 0 or more and "
                 "at most 1 in total."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimMIMConfig(Config):
+    """SimMIM: self-supervised, predicts the pixels of masked patches (arXiv 2111.09886)."""
+
+    mask_ratio: float = 0.6
+    """Fraction of the image that is masked."""
+    mask_patch_size: int = 32
+    """Side of a masked square in pixels; a multiple of the network's patch size."""
+    normalize_box: int | None = None
+    """Normalize the pixels to predict by the mean and variance of the box of this odd side around each (47 for Swin
+    V2); none: by the preprocessing alone."""
+
+    def check(self) -> None:
+        if not 0 < self.mask_ratio < 1:
+            raise ConfigError(f"simmim.mask_ratio={self.mask_ratio}: expected a fraction above 0 and less than 1.")
+        if self.mask_patch_size < 1:
+            raise ConfigError(f"simmim.mask_patch_size={self.mask_patch_size}: expected pixels, 1 or more.")
+        if self.normalize_box is not None and (self.normalize_box < 3 or self.normalize_box % 2 == 0):
+            raise ConfigError(f"simmim.normalize_box={self.normalize_box}: expected an odd number, 3 or more, or none.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +198,7 @@ class TrainConfig(Config):
     the name of another package's objective; or your own, as package.module:name."""
     classify: ClassifyConfig = ClassifyConfig()
     masked_patch: MaskedPatchConfig = MaskedPatchConfig()
+    simmim: SimMIMConfig = SimMIMConfig()
     distill: DistillConfig = DistillConfig()
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -266,7 +290,7 @@ class TrainConfig(Config):
         if self.objective == "distill" and self.distill.teacher is None:
             raise ConfigError("objective=distill needs distill.teacher: a checkpoint, a model's name or a hub id.")
         if self.objective == "masked-patch" and not isinstance(self.model, ViTConfig | None):
-            raise ConfigError("objective=masked-patch needs a ViT; a BiT has no patches.")
+            raise ConfigError("objective=masked-patch needs a ViT; for a Swin Transformer, try objective=simmim.")
         if self.data.source.startswith("stream:") and self.data.order == "balanced":
             raise ConfigError(
                 "data.order=balanced is not possible with stream:, whose labels are not known in advance; try shards:."

@@ -1,4 +1,4 @@
-"""Loss and accuracy of masked patch prediction on held-out images."""
+"""Loss and accuracy of masked patch prediction and SimMIM on held-out images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MaskedPredictionScores:
     loss: float
     """Mean over images, as in training."""
     accuracy: float | None
-    """Fraction of patches whose mean color is predicted correctly; None for pixel targets."""
+    """Fraction of patches whose mean color is predicted correctly; None where pixels are predicted."""
     count: int
     """Number of images."""
 
@@ -43,7 +43,7 @@ def measure_masked_prediction(
     precision: str = "float32",
     reduce: Collective | None = None,
 ) -> MaskedPredictionScores:
-    """Evaluate a masked-patch objective on every image once.
+    """Evaluate a self-supervised objective on every image once.
 
     The corrupted patches depend only on the image's index, so measurements are comparable. `reduce` sums a tensor over
     processes.

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from vitrail.config import pair
+from vitrail.config.train import SELF_SUPERVISED
 from vitrail.data.decode import ImageLike
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources import open_data
@@ -124,7 +125,7 @@ def _timeline_images(run: Path, info: ModelInfo, image: ImageLike | None) -> Tim
     images, missing, first = None, "", image
     try:
         config = RunFolder(run).read_config()
-        source = open_data(config.data, require_labels=config.objective != "masked-patch").validation
+        source = open_data(config.data, require_labels=config.objective not in SELF_SUPERVISED).validation
         indices = np.unique(np.linspace(0, len(source) - 1, NUM_DISTANCE_IMAGES).round().astype(int))
         images = preprocess([source[int(i)].image for i in indices])
         first = source[0].image if image is None else image

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vitrail.config import PreprocessConfig
+from vitrail.config import NetConfig, PreprocessConfig, SwinConfig, ViTConfig
 from vitrail.config.image import CLIP_MEAN, CLIP_STD, IMAGENET_MEAN, IMAGENET_STD
 
 
@@ -147,4 +147,15 @@ FAMILIES: dict[str, Family] = {
         preprocess=BIT,
         verified_against="golden outputs of google-research/big_vision; timm; transformers",
     ),
+    "Swin": Family("Swin Transformer (Liu et al. 2021)", preprocess=DEIT, crop_fraction=_crop_875),
+    "SwinV2": Family("Swin Transformer V2 (Liu et al. 2021)", {"version": 2}, preprocess=DEIT, crop_fraction=_crop_875),
 }
+
+
+def default_family(config: NetConfig) -> str:
+    """The family of a new network: its conventions and preprocessing."""
+    if isinstance(config, ViTConfig):
+        return "DeiT" if config.distilled else "ViT"
+    if isinstance(config, SwinConfig):
+        return "Swin" if config.version == 1 else "SwinV2"
+    return "BiT"

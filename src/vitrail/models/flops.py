@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from vitrail.config import BiTConfig, NetConfig, Pair, ViTConfig, pair
-from vitrail.models import bit, build, hybrid
+from vitrail.config import BiTConfig, NetConfig, Pair, SwinConfig, ViTConfig, pair
+from vitrail.models import bit, build, hybrid, swin
 
 
 def count_flops(config: NetConfig, image_size: Pair | None = None) -> int:
@@ -16,6 +16,8 @@ def count_flops(config: NetConfig, image_size: Pair | None = None) -> int:
     size = pair(image_size if image_size is not None else config.image_size)
     if isinstance(config, BiTConfig):
         return bit.count_flops(config, size)
+    if isinstance(config, SwinConfig):
+        return swin.count_flops(config, size)
     patches = prod(config.grid_of(size))
     tokens = patches + config.num_prefix_tokens
     channels = config.stem.channels if config.stem else config.channels
@@ -33,7 +35,8 @@ def training_flops(config: NetConfig, trainable: str | int = "all") -> int:
     """FLOPs of forward and backward pass for one image; `trainable`: "all", "head" or a number of last blocks.
 
     The backward pass costs two products for each product of the trainable layers' forward pass: the gradients of
-    weights and of inputs. Frozen layers have no backward pass. A BiT's blocks are counted with their mean cost.
+    weights and of inputs. Frozen layers have no backward pass. Blocks of a BiT or Swin Transformer count with their
+    mean cost.
     """
     forward = count_flops(config)
     if trainable == "all":
@@ -41,6 +44,8 @@ def training_flops(config: NetConfig, trainable: str | int = "all") -> int:
     last = trainable if isinstance(trainable, int) else 0
     if isinstance(config, BiTConfig):
         return forward + 2 * forward * last // sum(config.layers)
+    if isinstance(config, SwinConfig):
+        return forward + 2 * forward * last // config.depth
     head = 2 * config.head_width * config.num_classes * (1 + config.distilled)
     return forward + 2 * (head + last * (count_flops(config.replace(depth=config.depth + 1)) - forward))
 
@@ -67,7 +72,7 @@ def _pool(config: ViTConfig, tokens: int) -> int:
 
 def count_parameters(config: NetConfig) -> int:
     """Number of parameters, counted on the meta device; every block of a ViT has the same number."""
-    if isinstance(config, BiTConfig):
+    if not isinstance(config, ViTConfig):
         return _count(config)
     first, second = _count(config.replace(depth=1)), _count(config.replace(depth=2))
     return first + (config.depth - 1) * (second - first)

@@ -184,12 +184,12 @@ class Swin(BaseNet):
                 x, grid = stage.merge(x, grid), (half(grid[0]), half(grid[1]))
             for block in stage.blocks:
                 x = self._run(block, x, grid, number, None if seeds is None else seeds[number], requested)
-                if number == requested.last_block:
-                    break
                 number += 1
+                if number - 1 == requested.last_block:
+                    break
             if index in requested.feature_maps:
                 requested.kept_maps[index] = x.transpose(1, 2).unflatten(2, grid)  # B D h w
-            if number == requested.last_block:
+            if number - 1 == requested.last_block:
                 break
         return x, grid
 
@@ -320,6 +320,25 @@ def cover_with_patches(images: Tensor, patch: Grid, uncovered: str) -> Tensor:
     if uncovered == "pad":
         return F.pad(images, (0, -width % patch[1], 0, -height % patch[0]))
     return images[:, :, : height // patch[0] * patch[0], : width // patch[1] * patch[1]]
+
+
+def count_flops(config: SwinConfig, image_size: Grid) -> int:
+    """FLOPs of a forward pass for one image: two per multiply-add of matrix products, over padded windows.
+
+    The MLPs of version 2's position biases, which do not depend on the image, are not counted.
+    """
+    grids = config.stage_grids(config.grid_of(image_size))
+    total = 2 * math.prod(grids[0]) * config.channels * math.prod(pair(config.patch_size)) * config.width
+    for stage, grid in enumerate(grids):
+        width, tokens = config.stage_width(stage), math.prod(grid)
+        if stage:
+            total += 2 * tokens * 2 * width * width  # merging: from 4 D/2 to D channels
+        window = config.window_placement(stage).on(grid).size
+        in_windows = math.prod(-(-side // size) * size for side, size in zip(grid, window, strict=True))
+        attention = 2 * in_windows * 3 * width * width + 4 * in_windows * math.prod(window) * width
+        block = attention + 2 * tokens * width * width + 4 * tokens * width * config.mlp_dim(stage)
+        total += config.depths[stage] * block
+    return total + 2 * config.pooled_width * config.num_classes
 
 
 def _last_blocks(config: SwinConfig) -> list[int]:

@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 
 from vitrail.config import SwinConfig
 from vitrail.config.architecture import Activation
-from vitrail.models import drop
+from vitrail.models import drop, windows
 from vitrail.models.cached_module import CachedModule
 from vitrail.models.layers import MLP, QKVProjection, attend
 from vitrail.models.position import resample
-from vitrail.models.windows import Grid, WindowPlan, from_windows, to_windows, window_plan
+from vitrail.models.windows import Grid, WindowPlan
 
 # B images; T = h w tokens of a map; nW windows of N = wh ww tokens; D width of the stage; H heads of K = D // H
 
@@ -94,7 +94,7 @@ class PositionBias(CachedModule):
 
     def forward(self, plan: WindowPlan, like: Tensor) -> Tensor:
         """The bias for these windows, with the dtype and device of `like`."""
-        key = (plan.key, like.dtype)
+        key = (plan.grid, plan.shape, like.dtype)
         bias: Tensor = self.cached(
             key, like.device, lambda: add_mask(self.bias(plan), plan, self.mask_value).to(like.dtype)
         )
@@ -115,7 +115,7 @@ class TableBias(PositionBias):
         self.table = nn.Parameter(torch.empty(rows * columns, config.num_heads[stage]))
 
     def bias(self, plan: WindowPlan) -> Tensor:
-        return bias_of_table(resample_table(self.table, self.window, plan.size), plan.size)
+        return bias_of_table(resample_table(self.table, self.window, plan.shape.size), plan.shape.size)
 
 
 class ContinuousBias(PositionBias):
@@ -128,8 +128,8 @@ class ContinuousBias(PositionBias):
         self.down = nn.Linear(BIAS_HIDDEN, config.num_heads[stage], bias=False)
 
     def bias(self, plan: WindowPlan) -> Tensor:
-        table = self.down(F.relu(self.up(log_distances(plan.size, self.trained_window, self.up.weight))))
-        return 16 * torch.sigmoid(bias_of_table(table, plan.size))
+        table = self.down(F.relu(self.up(log_distances(plan.shape.size, self.trained_window, self.up.weight))))
+        return 16 * torch.sigmoid(bias_of_table(table, plan.shape.size))
 
 
 class WindowAttention(nn.Module):
@@ -157,7 +157,7 @@ class WindowAttention(nn.Module):
     ) -> Tensor:
         """`weights_out` receives the attention weights, B nW H N N; `dropout_seeds`, B int64, seed the dropout."""
         plan = self.plan(grid, x)
-        qkv = self.qkv(to_windows(x, plan))  # B nW N 3D
+        qkv = self.qkv(windows.to_windows(x, plan))  # B nW N 3D
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(3)  # each B nW N H K
         bias, scale = self.bias(plan, qkv), None
         if self.log_scale is not None:
@@ -165,11 +165,13 @@ class WindowAttention(nn.Module):
             q, k, scale = (F.normalize(q, dim=-1) * factor).to(v.dtype), F.normalize(k, dim=-1).to(v.dtype), 1.0
         rate = self.attention_dropout if self.training else 0.0
         x = attend_in_windows(q, k, v, bias, scale, rate, weights_out)  # B nW N D
-        return drop.dropout(self.out(from_windows(x, plan)), self.dropout if self.training else 0.0, dropout_seeds)
+        return drop.dropout(
+            self.out(windows.from_windows(x, plan)), self.dropout if self.training else 0.0, dropout_seeds
+        )
 
     def plan(self, grid: Grid, like: Tensor) -> WindowPlan:
         """The windows of a map with this grid."""
-        return window_plan(grid, self.placement, self.shifted, like)
+        return windows.window_plan(grid, self.placement, self.shifted, like)
 
 
 @fx.wrap

@@ -8,7 +8,6 @@ windows, and back.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -34,10 +33,11 @@ class WindowPlan(NamedTuple):
     """nW N N: True for two tokens that are neighbors only by the cyclic shift; None without a shift."""
     padded: bool
     num_windows: int
-    size: Grid
-    """Height and width of a window."""
-    key: Hashable
-    """Equal for equal plans on any device."""
+    grid: Grid
+    """Rows and columns of the map."""
+    shape: WindowShape
+    roll_first: bool
+    """Shift the map, then pad it (timm); else the reverse."""
 
 
 @fx.wrap
@@ -55,7 +55,6 @@ def window_plan(grid: Grid, placement: WindowPlacement, shifted: bool, like: Ten
 
 @lru_cache(maxsize=64)
 def _cached_plan(grid: Grid, shape: WindowShape, roll_first: bool, device: torch.device) -> WindowPlan:
-    """`roll_first`: shift the map, then pad it (timm); else the reverse."""
     with torch.inference_mode(False):  # else a later training step could not use the tensors
         return _make_plan(grid, shape, roll_first, device)
 
@@ -81,8 +80,9 @@ def _make_plan(grid: Grid, shape: WindowShape, roll_first: bool, device: torch.d
         mask,
         len(index) > num_tokens,
         len(index) // math.prod(shape.size),
-        shape.size,
-        (grid, shape, roll_first),
+        grid,
+        shape,
+        roll_first,
     )
 
 
@@ -113,20 +113,53 @@ def _cut(x: Tensor, size: Grid) -> Tensor:
 @fx.wrap
 def to_windows(x: Tensor, plan: WindowPlan) -> Tensor:
     """B T D -> B nW N D; padding is zero."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        x = _Reorder.apply(x, plan.source, plan.inverse, plan.padded, False)  # type: ignore[no-untyped-call]
-    else:
-        x = _select(x, plan.source, plan.padded)
-    return x.unflatten(1, (plan.num_windows, -1))
+    if torch.compiler.is_compiling():
+        return roll_and_cut(x, plan)
+    return _reorder(x, plan.source, plan.inverse, plan.padded, False).unflatten(1, (plan.num_windows, -1))
 
 
 @fx.wrap
 def from_windows(x: Tensor, plan: WindowPlan) -> Tensor:
     """B nW N D -> B T D, without the padding."""
-    x = x.flatten(1, 2)
+    if torch.compiler.is_compiling():
+        return join_and_unroll(x, plan)
+    return _reorder(x.flatten(1, 2), plan.inverse, plan.source, False, plan.padded)
+
+
+def roll_and_cut(x: Tensor, plan: WindowPlan) -> Tensor:
+    """`to_windows` step by step. A compiler makes one copy of it, and of its gradient; without one there are three."""
+    grid, shape = plan.grid, plan.shape
+    padding = [-side % size for side, size in zip(grid, shape.size, strict=True)]
+    x = x.unflatten(1, grid)  # B h w D
+    x = _pad(_roll(x, shape.shift, -1), padding) if plan.roll_first else _roll(_pad(x, padding), shape.shift, -1)
+    x = x.unflatten(2, (-1, shape.size[1])).unflatten(1, (-1, shape.size[0]))  # B rows wh columns ww D
+    return x.permute(0, 1, 3, 2, 4, 5).flatten(3, 4).flatten(1, 2)
+
+
+def join_and_unroll(x: Tensor, plan: WindowPlan) -> Tensor:
+    """`from_windows` step by step."""
+    grid, shape = plan.grid, plan.shape
+    x = x.unflatten(2, shape.size).unflatten(1, (-(-grid[0] // shape.size[0]), -1))  # B rows columns wh ww D
+    x = x.permute(0, 1, 3, 2, 4, 5).flatten(3, 4).flatten(1, 2)  # B padded h, padded w, D
+    if plan.roll_first:
+        return _roll(x[:, : grid[0], : grid[1]], shape.shift, 1).flatten(1, 2)
+    return _roll(x, shape.shift, 1)[:, : grid[0], : grid[1]].flatten(1, 2)
+
+
+def _roll(x: Tensor, shift: Grid, sign: int) -> Tensor:
+    return torch.roll(x, (sign * shift[0], sign * shift[1]), (1, 2)) if any(shift) else x
+
+
+def _pad(x: Tensor, padding: list[int]) -> Tensor:
+    return F.pad(x, (0, 0, 0, padding[1], 0, padding[0])) if any(padding) else x
+
+
+def _reorder(x: Tensor, index: Tensor, inverse: Tensor, padded: bool, padded_back: bool) -> Tensor:
+    """Tokens in another order; `padded`: the index contains padding, `padded_back`: the inverse does."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Reorder.apply(x, plan.inverse, plan.source, False, plan.padded)  # type: ignore[no-untyped-call]
-    return _select(x, plan.inverse, False)
+        reordered: Tensor = _Reorder.apply(x, index, inverse, padded, padded_back)  # type: ignore[no-untyped-call]
+        return reordered
+    return _select(x, index, padded)
 
 
 def _select(x: Tensor, index: Tensor, padded: bool) -> Tensor:
@@ -146,8 +179,5 @@ class _Reorder(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         index, inverse = ctx.saved_tensors
         padded, padded_back = ctx.padded
-        if torch.is_grad_enabled() and grad.requires_grad:  # a second derivative was asked for
-            x = _Reorder.apply(grad, inverse, index, padded_back, padded)  # type: ignore[no-untyped-call]
-        else:
-            x = _select(grad, inverse, padded_back)
+        x = _reorder(grad, inverse, index, padded_back, padded)  # differentiable, for second derivatives
         return x, None, None, None, None

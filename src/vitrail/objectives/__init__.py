@@ -1,4 +1,4 @@
-"""Training objectives: classification, masked patch prediction, distillation."""
+"""Training objectives: classification, masked patch prediction, SimMIM, distillation."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from vitrail.objectives.classify import ClassifyObjective, LabelLoss
 from vitrail.objectives.custom_objective import LossFunction, make_custom_objective, requires_labels
 from vitrail.objectives.distill import DistillObjective, Teacher, load_teacher
 from vitrail.objectives.masked_patch import MaskedPatchObjective
+from vitrail.objectives.simmim import SimMIMObjective
 
 __all__ = [
     "ClassifyObjective",
@@ -25,6 +26,7 @@ __all__ = [
     "LossFunction",
     "MaskedPatchObjective",
     "Objective",
+    "SimMIMObjective",
     "Teacher",
     "make_objective",
     "requires_labels",
@@ -44,7 +46,7 @@ def make_objective(
 ) -> Objective:
     """The objective of a config for this model, on this device.
 
-    Train `objective.net`, which may be a copy: masked patch prediction removes the head.
+    Train `objective.net`, which may be a copy: self-supervised ones remove the head.
     `multi_label`: an image may have several labels. `class_counts`: number of images of each class, for
     balanced weights. `labels`: class names, to compare with the teacher's. `custom`: the objective itself, if
     it is not one of vitrail's: a function or a subclass of Objective.
@@ -53,6 +55,8 @@ def make_objective(
         return make_custom_objective(custom, net).to(device)
     if config.objective == "masked-patch":
         return MaskedPatchObjective(net, config.masked_patch, preprocess, config.seed).to(device)
+    if config.objective == "simmim":
+        return SimMIMObjective(net, config.simmim, preprocess, config.seed).to(device)
     loss = LabelLoss(config.classify, net.config.num_classes, multi_label=multi_label, class_counts=class_counts)
     if config.objective == "classify":
         return ClassifyObjective(net, loss).to(device)

@@ -36,7 +36,9 @@ class Objective(nn.Module):
 
     def decayed_parameters(self) -> set[str]:
         """Names of the parameters with weight decay: weights of matrices and convolutions."""
-        return {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, DECAYED_MODULES)}
+        own = {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, DECAYED_MODULES)}
+        own = {name for name in own if not name.startswith("net.")}
+        return own | {f"net.{name}" for name in self.net.decayed_parameters()}
 
     def layer_id(self, name: str) -> int:
         """Index of a parameter's layer, as in the model; the objective's own parameters count as the head."""

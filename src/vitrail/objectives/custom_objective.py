@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vitrail.config.train import OBJECTIVES
+from vitrail.config.train import OBJECTIVES, SELF_SUPERVISED
 from vitrail.errors import ConfigError, ModelError, VitrailError
 from vitrail.models import Net
 from vitrail.objectives.base import Objective, Sums, weighted_sums
@@ -74,7 +74,7 @@ class FunctionObjective(Objective):
 def requires_labels(objective: str, custom: Any = None) -> bool:
     """Whether an objective learns from labels. `custom`: the objective itself, if it is not one of vitrail's."""
     if objective in OBJECTIVES:
-        return objective != "masked-patch"
+        return objective not in SELF_SUPERVISED
     return bool(getattr(_objective_class(custom) or custom, "requires_labels", True))
 
 

@@ -54,7 +54,7 @@ class MaskedPatchObjective(Objective):
         self, net: Net, config: MaskedPatchConfig, preprocess: PreprocessConfig, seed: int | None = None
     ) -> None:
         if not isinstance(net, ViT):
-            raise ConfigError("objective=masked-patch needs a ViT; a BiT has no patches.")
+            raise ConfigError("objective=masked-patch needs a ViT; for a Swin Transformer, try objective=simmim.")
         _check_supported(net, config)
         super().__init__(_without_head(net))
         self.config, like = config, net.patch.weight

@@ -118,6 +118,9 @@ def describe_objective(config: Config, multi_label: bool = False) -> str:
         masked = config.get("masked_patch", {})
         ratio, target = masked.get("mask_ratio", 0.5), masked.get("target", "mean-color")
         return f"predict corrupted patches ({100 * ratio:g} %, {target})"
+    if kind == "simmim":
+        ratio = config.get("simmim", {}).get("mask_ratio", 0.6)
+        return f"predict the pixels of masked patches (SimMIM, {100 * ratio:g} %)"
     classify = config.get("classify", {})
     sigmoid = multi_label or classify.get("loss") == "sigmoid"
     parts = ["sigmoid cross-entropy" if sigmoid else "cross-entropy"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from vitrail.config.train import SELF_SUPERVISED
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.base import Source
 from vitrail.evaluation.scores import Scores
@@ -193,7 +194,7 @@ def _training_note(report: ReportData) -> Markup:
     model = config.get("model") or {}
     if model.get("dropout") or model.get("drop_path"):
         reasons.append("dropout")
-    if not reasons or config.get("objective") == "masked-patch":
+    if not reasons or config.get("objective") in SELF_SUPERVISED:
         return Markup("")
     return tag(
         "p",
@@ -270,7 +271,7 @@ def _commands(report: ReportData) -> Markup:
             f'import vitrail\n\nvit = vitrail.load("{model.as_posix()}")\nvit.predict("image.jpg")',
         ),
     ]
-    if report.run.config.get("objective") == "masked-patch":
+    if report.run.config.get("objective") in SELF_SUPERVISED:
         steps = [("Fine-tune it to classify", f"vitrail finetune --model {shlex.quote(str(model))} --data photos/")]
     if report.run.progress_if_stopped() is not None and not finished:
         steps.insert(0, ("Resume the run", f"vitrail train --resume --out {shlex.quote(str(folder))}"))

@@ -15,8 +15,9 @@ from vitrail.data.sources.base import SourceSplits
 from vitrail.data.sources.dataset import splits_from
 from vitrail.errors import FormatError, ModelError, TrainError
 from vitrail.model import Model
-from vitrail.models import BiT, Net, ViT
+from vitrail.models import NETWORKS, Net
 from vitrail.models.base import eval_mode
+from vitrail.models.families import default_family
 from vitrail.plugins import IN_MEMORY, import_reference, load_plugin, reference_to
 from vitrail.weights.family_defaults import default_preprocess
 from vitrail.weights.model_info import ModelInfo
@@ -25,7 +26,7 @@ from vitrail.weights.module_reader import read_module
 GROUPS = {"objective": "objectives", "callbacks": "callbacks", "trackers": "trackers"}
 """Setting -> group of entry points."""
 NETWORK_CLASS = "python:"
-"""Prefix of init_from for a network in memory of an importable subclass of ViT or BiT."""
+"""Prefix of init_from for a network in memory of an importable subclass of ViT, BiT or Swin."""
 MAX_RELATIVE_DIFFERENCE = 1e-4
 
 
@@ -69,7 +70,7 @@ class CustomObjects:
         self.init_model = read_network(model)
         kind = type(self.init_model[0])
         reference = reference_to(kind)
-        if kind in (ViT, BiT) or reference.startswith(IN_MEMORY):
+        if kind in NETWORKS.values() or reference.startswith(IN_MEMORY):
             return IN_MEMORY + kind.__name__
         return NETWORK_CLASS + reference
 
@@ -95,17 +96,18 @@ class CustomObjects:
         return None if name in OBJECTIVES else self.find("objective", name)
 
     def network_class(self, init_from: str | None, *, weights: bool) -> type[Net] | None:
-        """The class of the network if it is a subclass of ViT or BiT. `weights`: the run needs its weights, too."""
+        """The class of a network that is a subclass of ViT, BiT or Swin. `weights`: the run needs its weights, too."""
         in_memory = init_from is not None and init_from.startswith((IN_MEMORY, NETWORK_CLASS))
         if self.init_model is not None:
             return type(self.init_model[0])
-        if init_from is None or not in_memory or (not weights and init_from in (f"{IN_MEMORY}ViT", f"{IN_MEMORY}BiT")):
+        own = [IN_MEMORY + kind.__name__ for kind in NETWORKS.values()]
+        if init_from is None or not in_memory or (not weights and init_from in own):
             return None
         if weights or init_from.startswith(IN_MEMORY):
             raise _pass_again("init_from", init_from, "model=NETWORK")
         found = import_reference(init_from.removeprefix(NETWORK_CLASS))
-        if not (isinstance(found, type) and issubclass(found, ViT | BiT)):
-            raise TrainError(f"init_from={init_from} is not a subclass of vitrail.ViT or vitrail.BiT.")
+        if not (isinstance(found, type) and issubclass(found, tuple(NETWORKS.values()))):
+            raise TrainError(f"init_from={init_from} is not a subclass of vitrail.ViT, vitrail.BiT or vitrail.Swin.")
         return found
 
 
@@ -120,9 +122,9 @@ def read_network(model: nn.Module | Model) -> tuple[Net, ModelInfo]:
     """A copy of a network, and its info. Networks of other libraries are converted; others are refused."""
     if isinstance(model, Model):
         return copy_network(model.net, type(model.net)), model.info
-    if isinstance(model, ViT | BiT):
+    if isinstance(model, tuple(NETWORKS.values())):
         _check_subclass(model)
-        family = "BiT" if isinstance(model, BiT) else "DeiT" if model.config.distilled else "ViT"
+        family = default_family(model.config)
         info = ModelInfo(config=model.config, preprocess=default_preprocess(family, model.config), family=family)
         return copy_network(model, type(model)), info
     if not isinstance(model, nn.Module):
@@ -148,8 +150,8 @@ def copy_network(net: Net, kind: type[Net]) -> Net:
 
 @torch.no_grad()
 def _check_subclass(net: Net) -> None:
-    """Raise ModelError unless a ViT or a BiT with the same weights has the same outputs in evaluation mode."""
-    base: type[Net] = BiT if isinstance(net, BiT) else ViT
+    """Raise ModelError unless a plain network with the same weights has the same outputs in evaluation mode."""
+    base = NETWORKS[type(net.config)]
     if type(net) is base:
         return
     name = type(net).__name__

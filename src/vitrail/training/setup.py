@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.config import BiTConfig, NetConfig, PreprocessConfig, TrainConfig, ViTConfig, pair
+from vitrail.config import BiTConfig, NetConfig, PreprocessConfig, TrainConfig, pair
 from vitrail.config.image import preprocess_for_channels, preprocess_for_size
 from vitrail.data.sources import open_data
 from vitrail.data.sources.base import Source, Splits
 from vitrail.errors import ConfigError, DataError, TrainError
 from vitrail.models import Net, ViT, build
+from vitrail.models.families import default_family
 from vitrail.objectives import requires_labels
 from vitrail.runtime import warn_once
 from vitrail.runtime.distributed import DistributedContext
@@ -70,7 +71,7 @@ def prepare_run(
     warn_once(splits.notes, about=config.data.source)
     labels = tuple(splits.train.labels)
     if learns_labels and not labels:
-        raise TrainError(f"{config.data.source} has no labels; try objective=masked-patch, which needs none.")
+        raise TrainError(f"{config.data.source} has no labels; try objective=masked-patch or simmim, which need none.")
     if learns_labels and len(labels) == 1 and not splits.train.multi_label:
         raise DataError(f"{config.data.source} has only one class, {labels[0]!r}; a classifier needs at least two.")
     if learns_labels:
@@ -141,7 +142,7 @@ def _load_init_from(config: TrainConfig, labels: tuple[str, ...], objects: Custo
 
 def _regularization_settings(model: NetConfig | None) -> dict[str, float]:
     """The settings of the network that may differ from the checkpoint's: dropout and stochastic depth."""
-    if not isinstance(model, ViTConfig):
+    if model is None or isinstance(model, BiTConfig):
         return {}
     return {name: getattr(model, name) for name in ("dropout", "attention_dropout", "drop_path")}
 
@@ -160,7 +161,7 @@ def _check_matches_checkpoint(requested: NetConfig, before: NetConfig, after: Ne
 def _create_network(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, ModelInfo]:
     assert config.model is not None
     net = build(config.model, config.seed)
-    family = "BiT" if isinstance(config.model, BiTConfig) else "DeiT" if config.model.distilled else "ViT"
+    family = default_family(config.model)
     info = ModelInfo(
         config=net.config,
         preprocess=config.preprocess or _default_preprocess(config.model),
