@@ -32,7 +32,7 @@ TIMES = re.compile(
     rf"{NUMBER} \({NUMBER} to {NUMBER}\)(?= times)|^(?:at most |at least )?{NUMBER} \({NUMBER} to {NUMBER}\)$"
 )
 """Ratios of amounts of data, which test_regularization checks."""
-THIRD = re.compile(rf"a third of the difference they are compared with is ({NUMBER})")
+THIRD = re.compile(rf"a third of the difference they are compared with \(({NUMBER})\)")
 TITLES = {
     "test accuracy, %": "test",
     "test accuracy": "test",
@@ -169,21 +169,6 @@ def join_pools(pools: Sequence[Pool]) -> Pool:
     return Pool(*(np.concatenate([getattr(pool, name) for pool in pools]) for name in ("value", "low", "high")))
 
 
-def welch(ours: Values, theirs: Values) -> Pool:
-    """Differences of means over the last axis, the seeds, with Welch's intervals; NaN for a missing seed."""
-    with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
-        warnings.simplefilter("ignore", RuntimeWarning)  # of means and variances of nothing
-        value = np.nanmean(ours, -1) - np.nanmean(theirs, -1)
-        counts = [np.isfinite(values).sum(-1) for values in (ours, theirs)]
-        variances = [np.nanvar(v, -1, ddof=1) / n for v, n in zip((ours, theirs), counts, strict=True)]
-        total = variances[0] + variances[1]
-        freedom = total**2 / sum(v**2 / (n - 1) for v, n in zip(variances, counts, strict=True))
-        half = np.where(total == 0, 0.0, stats.t.ppf(0.975, freedom) * np.sqrt(total))
-        half = np.where(np.minimum(*counts) > 1, half, np.nan)
-    known = np.isfinite(value)
-    return Pool(*(np.atleast_1d(part)[np.atleast_1d(known)] for part in (value, value - half, value + half)))
-
-
 def estimate(values: Values) -> Pool:
     """Means over the last axis, the seeds, with Student's intervals; NaN for a missing seed."""
     values = np.atleast_2d(values)
@@ -228,21 +213,75 @@ class Trials:
                     return dict(found)
         return {}
 
+    def num_images(self, arm: str, metric: str) -> int:
+        """Number of images of which a metric is a proportion; 0 if it is none."""
+        limit = next((most for name, most in PROPORTIONS.items() if metric.startswith(name)), 0)
+        count = "validation_count" if metric == "validation" else "test_count"
+        return min(max((t[count] for t in self.found if t["arm"] == arm), default=0), limit)
+
+    def binomial(self, arm: str, metric: str) -> float:
+        """Sampling variance of a proportion, with two correct and two wrong images more; 0 for other metrics."""
+        count = self.num_images(arm, metric)
+        correct = float(np.nanmean(self.series[arm, metric])) * count + 2
+        return correct * (count + 4 - correct) / (count + 4) ** 3 if count else 0.0
+
     def mean(self, arm: str, metric: str) -> Pool:
-        """The mean of an arm; with one seed, that of a score has Wilson's interval of its images."""
-        values = self.series[arm, metric]
+        """The mean of an arm; with one seed, that of a proportion has Wilson's interval of its images."""
+        values, count = self.series[arm, metric], self.num_images(arm, metric)
         found = estimate(values)
-        if metric in ("test", "validation") and np.isfinite(values).sum() == 1:
-            (trial,) = (t for t in self.found if (t["arm"], t["lr"]) == (arm, self.rates[arm]))
-            count = trial[f"{metric}_count"]
-            interval = stats.binomtest(round(trial[metric] * count), count).proportion_ci(method="wilson")
-            return Pool(found.value, np.array([interval.low]), np.array([interval.high]))
-        if metric.startswith(PROPORTIONS):
-            return Pool(found.value, np.maximum(found.low, 0.0), np.minimum(found.high, 1.0))
-        return found
+        if not count:
+            return found
+        if np.isfinite(values).sum() == 1:
+            z, p = stats.norm.ppf(0.975), float(np.nanmean(values))
+            center = (p + z**2 / (2 * count)) / (1 + z**2 / count)
+            half = z * np.sqrt(p * (1 - p) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
+            return Pool(found.value, np.array([max(center - half, 0)]), np.array([min(center + half, 1)]))
+        half = np.sqrt((found.high - found.value) ** 2 + 3.8414588 * self.binomial(arm, metric))
+        return Pool(found.value, np.maximum(found.value - half, 0.0), np.minimum(found.value + half, 1.0))
+
+    @cached_property
+    def names(self) -> list[tuple[str, str]]:
+        return list(self.series)
+
+    def combine(self, indices: Any, weights: Any, level: float = 0.95) -> Pool:
+        """Weighted sums of means with Welch's intervals. indices: ... K series in `names`; weights: K."""
+        indices, weights = np.asarray(indices), np.asarray(weights, float)
+        if not indices.size:
+            return EMPTY
+        values = np.array([self.series[name] for name in self.names])
+        least = np.array([self.binomial(*name) if np.isfinite(self.series[name]).any() else 0.0 for name in self.names])
+        with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
+            warnings.simplefilter("ignore", RuntimeWarning)  # of means and variances of nothing
+            means, counts = np.nanmean(values, 1), np.isfinite(values).sum(1)
+            variances = np.maximum(np.nanvar(values, 1, ddof=1), least) / counts
+            value, parts = (weights * means[indices]).sum(-1), weights**2 * variances[indices]
+            total, freedom = parts.sum(-1), counts[indices] - 1
+            freedom = total**2 / (parts**2 / freedom).sum(-1)
+            half = np.where(total == 0, 0.0, stats.t.ppf((1 + level) / 2, freedom) * np.sqrt(total))
+            half = np.where(counts[indices].min(-1) > 1, half, np.nan)
+        known = np.isfinite(value)
+        return Pool(value[known], (value - half)[known], (value + half)[known])
+
+    def contrast(self, weights: Mapping[str, float], level: float = 0.95) -> Pool:
+        """The weighted sum of the test accuracies of arms."""
+        if not all((arm, "test") in self.series for arm in weights):
+            return EMPTY
+        return self.combine([[self.names.index((arm, "test")) for arm in weights]], list(weights.values()), level)
 
     def difference(self, arm: str, other: str, metric: str = "test") -> Pool:
-        return welch(self.series[arm, metric], self.series[other, metric])
+        return self.combine([[self.names.index((arm, metric)), self.names.index((other, metric))]], [1, -1])
+
+    def change(self, arm: str, metric: str, reference: str) -> Pool:
+        """The difference of two metrics of an arm, seed by seed."""
+        values, count = self.series[arm, metric] - self.series[arm, reference], self.num_images(arm, metric)
+        found, num_seeds = estimate(values), np.isfinite(values).sum()
+        if not count or num_seeds < 2:
+            return found
+        least = np.sqrt(np.maximum(np.abs(found.value), 1 / count) / count / num_seeds) * stats.t.ppf(
+            0.975, num_seeds - 1
+        )
+        half = np.maximum(found.high - found.value, least)
+        return Pool(found.value, found.value - half, found.value + half)
 
     def means(self, arms: Collection[str]) -> Pool:
         """All metrics of these arms."""
@@ -250,27 +289,21 @@ class Trials:
 
     @cached_property
     def differences(self) -> Pool:
-        """All pairs of arms in one metric, and all pairs of metrics of one arm, each paired and unpaired."""
-        names, values = list(self.series), np.array(list(self.series.values()))
+        """All pairs of arms in one metric, and all pairs of metrics of one arm, seed by seed."""
         pairs = [
             (i, j)
-            for i, one in enumerate(names)
-            for j, other in enumerate(names)
-            if i != j and (one[0] == other[0] or one[1] == other[1])
+            for i, one in enumerate(self.names)
+            for j, other in enumerate(self.names)
+            if i != j and one[1] == other[1]
         ]
-        if not pairs:
-            return EMPTY
-        first, second = np.array(pairs).T
-        return join_pools([estimate(values[first] - values[second]), welch(values[first], values[second])])
+        changes = [self.change(arm, one, other) for arm, one in self.names for a, other in self.names if a == arm]
+        return join_pools([EMPTY, self.combine(pairs, [1, -1]), *changes])
 
     @cached_property
     def contrasts(self) -> Pool:
         """All differences of two differences of test accuracies."""
-        values = np.array([v for (_, metric), v in self.series.items() if metric == "test"])
-        if not len(values):
-            return EMPTY
-        pairs = (values[:, None] - values[None]).reshape(-1, self.num_seeds)
-        return estimate((pairs[:, None] - pairs[None]).reshape(-1, self.num_seeds))
+        tests = [i for i, (_, metric) in enumerate(self.names) if metric == "test"]
+        return self.combine(np.array(np.meshgrid(tests, tests, tests, tests)).reshape(4, -1).T, [1, -1, -1, 1])
 
     @cached_property
     def single_values(self) -> Pool:

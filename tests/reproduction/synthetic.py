@@ -24,18 +24,21 @@ def make_arm(name: str, rates: Iterable[float] = (), **fields: Any) -> Arm:
 
 
 def make_result(trial: Trial, **values: Any) -> TrialResult:
-    """The result that a worker would return for a trial, without the digest of its settings."""
-    given = {"test": 0.5, "test_count": 360, "validation": 0.5, "validation_count": 288, "seconds": 10.0} | values
+    """The result that a worker would return for a trial, without the digest of its settings.
+
+    The number of test images is so large that only the seeds contribute to intervals.
+    """
+    given = {"test": 0.5, "test_count": 10**6, "validation": 0.5, "validation_count": 288, "seconds": 10.0} | values
     return TrialResult(key=trial.key, arm=trial.arm.name, lr=trial.lr, seed=trial.seed, **{"settings": ""} | given)
 
 
-def make_results(arms: Iterable[Arm], tests: dict[str, Iterable[float]]) -> Results:
+def make_results(arms: Iterable[Arm], tests: dict[str, Iterable[float]], **values: Any) -> Results:
     """Results with the test accuracies of the seeds 0, 1, ... of each arm, all at its first learning rate."""
     by_name = {arm.name: arm for arm in arms}
     found = [
-        make_result(Trial(arm=by_name[name], lr=by_name[name].rates[0], seed=seed), test=test)
-        for name, values in tests.items()
-        for seed, test in enumerate(values)
+        make_result(Trial(arm=by_name[name], lr=by_name[name].rates[0], seed=seed), test=test, **values)
+        for name, of_seed in tests.items()
+        for seed, test in enumerate(of_seed)
     ]
     return Results(list(by_name.values()), "tiny", found)
 
@@ -78,6 +81,7 @@ def random_results(
         return make_result(
             trial,
             test=rng.uniform(0.3, 0.9),
+            test_count=360,
             validation=rng.uniform(0.3, 0.9),
             seconds=rng.uniform(5, 20),
             images=of_arm.randrange(10**5, 10**6),

@@ -4,99 +4,154 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from reproduction.synthetic import make_arm, make_result, make_results
 
-from vitrail.reproduction.analysis import Analysis, Metric, Verdict, arm_table, compare, similar
+from vitrail.reproduction.analysis import PLAIN, Analysis, Metric, Verdict, arm_table, compare, judge, shrinks, similar
 from vitrail.reproduction.arm import Trial
 from vitrail.reproduction.results import Results, SeedMean
 
 ARMS = [make_arm("a"), make_arm("b"), make_arm("c")]
 
 
-def outcome(low: float, high: float, margin: float = 0.0) -> str:
-    difference = SeedMean((low + high) / 2, low, high, 3)
-    return compare("claim", difference, "a", "b", margin=margin).outcome
+HOLDS, FAILS, OPEN = "holds", "does not hold", "undecided"
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "margin", "expected"),
+    ("low", "high", "limits", "expected"),
     [
-        (0.25, 0.5, 0.0, "holds"),
-        (-0.5, -0.25, 0.0, "does not hold"),
-        (-0.25, 0.25, 0.0, "undecided"),
-        (0.0, 0.25, 0.0, "undecided"),  # an interval that touches zero decides nothing
-        (-0.25, 0.0, 0.0, "undecided"),
-        (0.0, 0.0, 0.0, "undecided"),
-        (0.25, 0.5, 0.125, "holds"),
-        (0.25, 0.5, 0.25, "undecided"),
-        (0.25, 0.5, 0.5, "undecided"),
-        (0.25, 0.5, 0.75, "does not hold"),  # better, but not by the margin
-        (0.25, 0.5, -0.125, "holds"),
+        (0.25, 0.5, {"above": 0.0}, HOLDS),
+        (-0.5, -0.25, {"above": 0.0}, FAILS),
+        (-0.25, 0.25, {"above": 0.0}, OPEN),
+        (0.0, 0.25, {"above": 0.0}, OPEN),  # an interval that touches the limit decides nothing
+        (-0.25, 0.0, {"above": 0.0}, OPEN),
+        (0.0, 0.0, {"above": 0.0}, OPEN),
+        (0.25, 0.5, {"above": 0.125}, HOLDS),
+        (0.25, 0.5, {"above": 0.25}, OPEN),
+        (0.25, 0.5, {"above": 0.75}, FAILS),
+        (0.25, 0.5, {"above": -0.125}, HOLDS),
+        (-0.5, -0.25, {"below": 0.0}, HOLDS),
+        (0.25, 0.5, {"below": 0.0}, FAILS),
+        (-0.25, 0.25, {"below": 0.0}, OPEN),
+        (-0.25, 0.25, {"above": -0.5, "below": 0.5}, HOLDS),
+        (-0.75, 0.25, {"above": -0.5, "below": 0.5}, OPEN),
+        (-0.75, 0.75, {"above": -0.5, "below": 0.5}, OPEN),
+        (0.625, 0.75, {"above": -0.5, "below": 0.5}, FAILS),
+        (-0.75, -0.625, {"above": -0.5, "below": 0.5}, FAILS),
     ],
 )
-def test_a_comparison_is_decided_by_the_whole_interval(low: float, high: float, margin: float, expected: str):
-    assert outcome(low, high, margin) == expected
+def test_a_claim_is_decided_by_the_whole_interval(low: float, high: float, limits: dict[str, float], expected: str):
+    assert judge("claim", SeedMean((low + high) / 2, low, high, 3), "x", **limits).outcome == expected
 
 
-def test_a_comparison_says_its_numbers():
+def test_a_verdict_says_its_numbers():
     why = "The model is small."
     holds = compare("claim", SeedMean(0.02, 0.01, 0.03, 3), "a", "b", why_not=why)
     assert holds.reason == "a minus b: +2.00 points (+1.00 to +3.00, 3 seeds)."
     fails = compare("claim", SeedMean(-0.02, -0.03, -0.01, 4), "a", "b", why_not=why)
     assert fails.reason == "a minus b: -2.00 points (-3.00 to -1.00, 4 seeds). The model is small."
-    open_ = compare("claim", SeedMean(0.01, -0.01, 0.03, 3), "a", "b", why_not=why, margin=0.005)
-    assert open_.reason == "a minus b: +1.00 points (-1.00 to +3.00, 3 seeds). The interval includes 0.5."
-
-
-def test_a_comparison_of_one_seed_or_of_missing_runs_is_undecided():
-    one = compare("claim", SeedMean(0.02, math.nan, math.nan, 1), "a", "b")
-    assert (one.outcome, one.reason) == (
-        "undecided",
-        "a minus b: +2.00 points with one seed; more seeds give an interval.",
+    undecided = compare("claim", SeedMean(0.01, -0.01, 0.03, 3), "a", "b", why_not=why)
+    assert undecided.reason == "a minus b: +1.00 points (-1.00 to +3.00, 3 seeds); the interval includes 0.00."
+    limits = judge("claim", SeedMean(0.6, 0.3, 1.0, 3), "x", above=0.5, below=2.0, metric=PLAIN)
+    assert limits.reason == (
+        "x: 0.60 (0.30 to 1.00, 3 seeds); the claim is above 0.50 and below 2.00; the interval includes 0.50."
     )
+    pixels = Metric(percent=False, digits=1, unit=" px")
+    one = judge("claim", SeedMean(3.0, 2.0, 4.0, 1), "x", above=0.0, metric=pixels)
+    assert one.reason == "x: 3.0 px (2.0 to 4.0, 1 seed)."
+
+
+def test_a_claim_about_one_seed_or_about_missing_runs_is_undecided():
+    one = compare("claim", SeedMean(0.02, math.nan, math.nan, 1), "a", "b")
+    assert (one.outcome, one.reason) == (OPEN, "a minus b: +2.00 points with one seed, without an interval.")
     missing = compare("claim", None, "a", "b")
-    assert (missing.outcome, missing.reason) == ("undecided", "a or b has no finished run.")
+    assert (missing.outcome, missing.reason) == (OPEN, "a minus b: too few of the runs are finished.")
 
 
-def similarity(tests: dict[str, list[float]], gap: float | None) -> Verdict:
-    return similar("claim", make_results(ARMS, tests), ["a", "b", "c"], gap, why_not="The model is small.")
+def shrinking(first: float, last: float, spread: float = 0.001) -> Verdict:
+    """The verdict on an advantage of these sizes."""
+    arms = [make_arm(name) for name in "abcd"]
+    seeds = (-spread, 0.0, spread)
+    levels = {"a": 0.5 + first, "b": 0.5, "c": 0.7 + last, "d": 0.7}
+    results = make_results(arms, {name: [level + seed for seed in seeds] for name, level in levels.items()})
+    return shrinks("claim", results, "ab", "cd", ("early", "late"))
 
 
-SPREAD = {"a": [0.75, 0.75], "b": [0.5, 0.5], "c": [0.625, 0.625]}
-"""The best and the worst differ by 0.25 with every seed."""
+def test_an_advantage_shrinks_only_if_there_is_one():
+    assert shrinking(0.3, 0.1).outcome == HOLDS
+    assert shrinking(0.1, 0.3).outcome == FAILS
+    assert shrinking(0.2, 0.199).outcome == OPEN
+    assert shrinking(-0.1, 0.2).outcome == FAILS
+    assert shrinking(-0.1, -0.3).outcome == OPEN
+    assert shrinking(0.001, -0.3).outcome == OPEN
+    assert shrinking(0.001, -0.3).reason.startswith("There is no certain advantage to shrink: a minus b: +0.10 points")
+    assert shrinking(0.3, 0.1).reason.startswith("advantage early minus advantage late: +20.00 points")
+    assert shrinks("claim", make_results(ARMS, {}), "ab", "bc", ("", "")).outcome == OPEN
+
+
+# Arms that are alike
+
+LARGE = {"a": 1.0, "z": -1.0}
+"""A difference that the source calls large."""
+GROUP = [make_arm(name) for name in "abcdz"]
+
+
+def similarity(levels: dict[str, float], spread: float = 0.002) -> Verdict:
+    seeds = (-spread, 0.0, spread)
+    results = make_results(GROUP, {name: [level + seed for seed in seeds] for name, level in levels.items()})
+    return similar("claim", results, ["a", "b", "c"], LARGE, why_not="The model is small.")
 
 
 @pytest.mark.parametrize(
-    ("gap", "expected"),
-    [(0.75, "holds"), (0.8, "holds"), (0.7, "does not hold"), (0.0, "undecided"), (-0.5, "undecided")],
+    ("b", "expected"), [(0.8, HOLDS), (0.83, HOLDS), (0.86, FAILS), (0.73, FAILS), (0.77, HOLDS), (0.845, OPEN)]
 )
-def test_arms_are_similar_if_they_differ_by_at_most_a_third_of_the_gap(gap: float, expected: str):
-    assert similarity(SPREAD, gap).outcome == expected
+def test_arms_are_alike_if_they_differ_by_less_than_a_third_of_a_large_difference(b: float, expected: str):
+    assert similarity({"a": 0.8, "b": b, "c": 0.8, "z": 0.65}).outcome == expected
 
 
-def test_a_difference_whose_interval_includes_a_third_is_undecided():
-    for mean_above_and_below in (0.6, 2.0):
-        assert similarity({"a": [0.75, 1.0], "b": [0.5, 0.5]}, mean_above_and_below).outcome == "undecided"
-    one_seed = similarity({"a": [0.75], "b": [0.5]}, 2.0)
-    assert one_seed.outcome == "undecided"
-    assert one_seed.reason.startswith("a and b differ by 25.00 points with one seed;")
+def test_the_third_is_as_uncertain_as_the_large_difference():
+    levels = {"a": 0.8, "b": 0.8, "c": 0.8, "z": 0.65}
+    assert similarity(levels).outcome == HOLDS
+    results = make_results(GROUP, {name: [level - 0.002, level, level + 0.002] for name, level in levels.items()})
+    wide = make_results(GROUP, {"z": [0.45, 0.65, 0.85]}).trials
+    assert similar("claim", Results(GROUP, "tiny", (results.trials | wide).values()), "abc", LARGE).outcome == OPEN
 
 
 def test_similarity_says_its_numbers():
-    found = similarity({"a": [0.5, 0.52], "b": [0.5, 0.5], "c": [0.505, 0.505]}, 0.06)
-    assert found.outcome == "undecided"
-    assert found.reason == (
-        "a and b differ by 1.00 points (-11.71 to +13.71); a third of the difference they are compared with is 2.00."
+    found = similarity({"a": 0.8, "b": 0.86, "c": 0.8, "z": 0.65})
+    assert found.reason.startswith(
+        "The largest difference is b minus a; less a third of the difference they are compared with (5.00) it is "
+        "+1.00 points (+0."
+    ) or found.reason.startswith("The largest difference is b minus c;")
+    assert found.reason.endswith("The model is small.")
+    assert "at the level for 3 pairs" in found.reason
+    assert similarity({"a": 0.8, "b": 0.8, "c": 0.8, "z": 0.65}).reason.endswith("; all 3 pairs are below zero.")
+    single = make_results(GROUP, {"a": [0.8], "b": [0.7], "z": [0.5]})
+    assert similar("claim", single, "ab", LARGE).reason.endswith(
+        "it is +0.00 points with one seed, without an interval."
     )
-    assert similarity(SPREAD, 0.3).reason.endswith("The model is small.")
-    assert not similarity(SPREAD, 0.75).reason.endswith("The model is small.")
 
 
-def test_similarity_of_too_few_arms_is_undecided():
-    for tests, gap in (({}, 0.5), ({"a": [0.5]}, 0.5), (SPREAD, None)):
-        found = similarity(tests, gap)
-        assert (found.outcome, found.reason) == ("undecided", "Too few of the runs are finished.")
+def test_similarity_of_too_few_arms_or_to_nothing_is_undecided():
+    for levels in ({}, {"a": 0.5}, {"a": 0.5, "b": 0.5}, {"a": 0.5, "z": 0.4}):
+        found = similarity(levels)
+        assert (found.outcome, found.reason) == (OPEN, "Too few of the runs are finished.")
+    found = similarity({"a": 0.5, "b": 0.5, "z": 0.6})
+    assert (found.outcome, "no difference that theirs could" in found.reason) == (OPEN, True)
+
+
+@pytest.mark.parametrize(("levels", "wrong"), [((0.8, 0.8, 0.85), HOLDS), ((0.775, 0.8, 0.825), FAILS)])
+def test_similarity_is_decided_wrongly_in_less_than_one_of_twenty(levels: tuple[float, float, float], wrong: str):
+    """At the limit: one pair differs by exactly a third of 0.15, so that neither outcome is right."""
+    rng, repeats = np.random.default_rng(0), 400
+    outcomes = []
+    for _ in range(repeats):
+        means = dict(zip("abcz", (*levels, levels[0] - 0.15), strict=True))
+        results = make_results(GROUP, {name: rng.normal(mean, 0.01, 5) for name, mean in means.items()})
+        outcomes.append(similar("claim", results, "abc", LARGE).outcome)
+    assert outcomes.count(wrong) <= 0.05 * repeats
+    assert outcomes.count(HOLDS) + outcomes.count(FAILS) <= 0.075 * repeats
 
 
 def test_the_summary_counts_outcomes():

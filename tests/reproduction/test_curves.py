@@ -9,12 +9,11 @@ from reproduction.synthetic import make_arm, make_results
 
 from vitrail.reproduction.curves import (
     best_so_far,
-    contrast,
     crossings,
     geometric_mean,
     mean_curve,
     pareto_front,
-    slope_per_doubling,
+    slope_weights,
     x_where,
 )
 
@@ -46,11 +45,14 @@ def test_curves_cross_where_their_difference_changes_its_sign():
     assert crossings(first, {x: y - 0.1 for x, y in first.items()}) == []
 
 
-def test_slope_per_doubling():
-    assert slope_per_doubling([(1.0, 0.1), (2.0, 0.3), (4.0, 0.5)]) == pytest.approx(0.2)
-    assert slope_per_doubling([(1.0, 0.1), (1.0, 0.3), (2.0, 0.4)]) == pytest.approx(0.2)
-    assert slope_per_doubling([(1.0, 0.1)]) is None
-    assert slope_per_doubling([(1.0, 0.1), (1.0, 0.2)]) is None
+def test_slope_weights_are_those_of_least_squares():
+    def slope(points: dict[str, tuple[float, float]]) -> float:
+        weights = slope_weights({name: x for name, (x, _) in points.items()})
+        return sum(weights[name] * y for name, (_, y) in points.items())
+
+    assert slope({"a": (1.0, 0.1), "b": (2.0, 0.3), "c": (4.0, 0.5)}) == pytest.approx(0.2)
+    assert slope({"a": (1.0, 0.1), "b": (1.0, 0.3), "c": (2.0, 0.4)}) == pytest.approx(0.2)
+    assert slope_weights({"a": 1.0}) == slope_weights({"a": 1.0, "b": 1.0}) == slope_weights({}) == {}
 
 
 def test_the_front_has_no_point_that_another_beats_for_less():
@@ -58,15 +60,6 @@ def test_the_front_has_no_point_that_another_beats_for_less():
     scores = {"a": 0.5, "b": 0.6, "c": 0.7, "d": 0.7, "e": 0.9}
     assert pareto_front(costs, scores) == ["a", "c", "e"]
     assert best_so_far({1.0: 0.5, 2.0: 0.4, 3.0: 0.6}) == {1.0: 0.5, 3.0: 0.6}
-
-
-def test_a_contrast_pairs_seeds_and_is_that_of_the_sums():
-    arms = [make_arm(name) for name in "abcd"]
-    results = make_results(arms, {"a": [0.9, 0.8], "b": [0.5, 0.6], "c": [0.7, 0.7, 0.1], "d": [0.2, 0.3]})
-    found = contrast(results, ["a", "b"], ["c", "d"])
-    assert found is not None
-    assert (found.value, found.count) == (pytest.approx((0.5 + 0.4) / 2), 2)
-    assert contrast(make_results(arms, {"a": [0.9]}), ["a"], ["b"]) is None
 
 
 def test_intervals_of_proportions_stay_within_bounds():

@@ -111,7 +111,7 @@ def test_without_an_advantage_nothing_can_shrink(least: float):
     results = made_up(lambda family, fraction: 0.5 if family != RESNET else least if fraction == 0.1 else 0.3)
     verdict = analyze(results).verdicts[3]
     assert verdict.outcome == "undecided"
-    assert "no advantage that could shrink" in verdict.reason
+    assert "no certain advantage to shrink" in verdict.reason
 
 
 def test_where_the_curves_cross_is_stated():

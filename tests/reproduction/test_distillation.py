@@ -32,7 +32,6 @@ from vitrail.reproduction.experiments.distillation import (
     agreement_gain,
     analyze,
     arms,
-    metric_difference,
     student_name,
     teacher_name,
 )
@@ -143,7 +142,7 @@ def test_agreement_is_the_fraction_of_images_with_the_same_class(tmp_path: Path)
 
 
 def test_metrics_of_an_arm_are_compared_within_each_seed():
-    difference = metric_difference(made_up(AS_PUBLISHED, HEADS), student_name(BIT, TOKEN), DISTILL_HEAD, CLASS_HEAD)
+    difference = made_up(AS_PUBLISHED, HEADS).change(student_name(BIT, TOKEN), DISTILL_HEAD, CLASS_HEAD)
     assert difference is not None
     assert difference.value == pytest.approx(0.014)
 

@@ -7,7 +7,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from reproduction.conftest import run_inline
-from reproduction.pages import FIELDS, Pool, Trials, estimate, read_html, read_markdown, wrong_numbers
+from reproduction.pages import (
+    EMPTY,
+    FIELDS,
+    Pool,
+    Trials,
+    estimate,
+    join_pools,
+    read_html,
+    read_markdown,
+    wrong_numbers,
+)
 from reproduction.synthetic import draw_all, random_results, requested_metrics
 
 from vitrail.config import DataConfig, TrainConfig
@@ -25,7 +35,7 @@ from vitrail.reproduction.arm import SCALES, Arm, Scale
 from vitrail.reproduction.cost import CostModel
 from vitrail.reproduction.edits import EDITS
 from vitrail.reproduction.experiment_page import PageInfo, write_page
-from vitrail.reproduction.experiments import EXPERIMENTS, positions, scaling
+from vitrail.reproduction.experiments import EXPERIMENTS, lecture, positions, resolution, scaling, self_supervision
 from vitrail.reproduction.measures import MEASURES
 from vitrail.reproduction.planning import Plan
 from vitrail.reproduction.reproduce import reproduce
@@ -175,9 +185,9 @@ def constants_of(name: str, arms: tuple[Arm, ...]) -> set[str]:
 
 
 def slopes(trials: Trials) -> Pool:
-    """Points of accuracy per doubling of the cost, for each scaled dimension and seed."""
+    """Points of accuracy per doubling of the cost, for each scaled dimension, and the difference of two."""
     names, base = scaling.shape_arms("tiny"), scaling.base_name("tiny")
-    found = {}
+    weights: dict[tuple[str, str], dict[str, float]] = {}
     for dimension, others in names.items():
         for metric in ("flops", "seconds"):
             arms = [base, *others]
@@ -185,25 +195,32 @@ def slopes(trials: Trials) -> Pool:
                 continue
             factors = [trials.series[arm, "images"] if metric == "flops" else 1.0 for arm in arms]
             costs = [np.nanmean(trials.series[arm, metric] * factor) for arm, factor in zip(arms, factors, strict=True)]
-            accuracies = np.array([trials.series[arm, "test"] for arm in arms])
-            found[dimension, metric] = np.polyfit(np.log2(costs), accuracies, 1)[0]
-    both = [found[scaling.DEPTH, "flops"] - found[scaling.WIDTH, "flops"]] if len(found) > 1 else []
-    return estimate(np.array([*found.values(), *both]).reshape(-1, trials.num_seeds))
+            fit = np.linalg.pinv(np.stack([np.log2(costs), np.ones(len(arms))], 1))[0]
+            weights[dimension, metric] = dict(zip(arms, fit, strict=True))
+    found = [trials.contrast(each) for each in weights.values()]
+    if len(weights) > 1:
+        depth, width = weights[scaling.DEPTH, "flops"], weights[scaling.WIDTH, "flops"]
+        found.append(trials.contrast({arm: depth.get(arm, 0) - width.get(arm, 0) for arm in depth | width}))
+    return join_pools([EMPTY, *found])
 
 
 def family_difference(trials: Trials) -> Pool:
     """The mean of all ViTs minus the mean of all ResNets."""
-    found = {
-        family: np.mean([trials.series[arm, "test"] for arm in scaling.family_arms("tiny", family)], 0)
-        for family in (scaling.VIT, scaling.RESNET)
-    }
-    return estimate(found[scaling.VIT] - found[scaling.RESNET])
+    vits, resnets = (scaling.family_arms("tiny", family) for family in (scaling.VIT, scaling.RESNET))
+    return trials.contrast(dict.fromkeys(vits, 1 / len(vits)) | dict.fromkeys(resnets, -1 / len(resnets)))
 
 
-def positions_gap(trials: Trials) -> Pool:
-    """The mean of the paper's kinds of positions minus the arm without."""
-    kinds = np.mean([trials.series[arm, "test"] for arm in positions.PAPERS_KINDS], 0)
-    return estimate(kinds - trials.series[positions.NONE, "test"])
+def excesses(groups: Sequence[Sequence[str]], large: Mapping[str, float]) -> Callable[[Trials], Pool]:
+    """What the differences of the arms of each group exceed a third of a large difference by; and that third."""
+
+    def excess(trials: Trials) -> Pool:
+        found = [trials.contrast(large), trials.contrast({arm: weight / 3 for arm, weight in large.items()})]
+        for one, other in (pair for group in groups for pair in itertools.permutations(group, 2)):
+            weights = {arm: (arm == one) - (arm == other) - large.get(arm, 0) / 3 for arm in {one, other, *large}}
+            found.append(trials.contrast(weights))
+        return join_pools([EMPTY, *found])
+
+    return excess
 
 
 def agreements(trials: Trials) -> Pool:
@@ -221,17 +238,23 @@ def agreements(trials: Trials) -> Pool:
     return estimate(np.concatenate([values, (values[:, None] - values[None]).reshape(-1, trials.num_seeds)]))
 
 
-def negated(trials: Trials) -> Pool:
-    """Minus the means."""
-    found = trials.means(list(trials.arms))
-    return Pool(-found.value, -found.high, -found.low)
-
-
 EXTRA: dict[str, list[Callable[[Trials], Pool]]] = {
-    "positions": [positions_gap],
+    "positions": [
+        excesses(
+            [positions.PAPERS_KINDS, [name for name in positions.ENCODINGS if name.startswith("1-D")]],
+            {**dict.fromkeys(positions.PAPERS_KINDS, 1 / 3), positions.NONE: -1},
+        )
+    ],
+    "resolution": [excesses([resolution.RESAMPLES], {resolution.DEFAULT: 1, resolution.CORNER: -1})],
+    "self-supervision": [
+        excesses(
+            [[f"{target}, 100 %" for target in self_supervision.TARGETS]],
+            {f"{self_supervision.SUPERVISED}, 100 %": 1, f"{self_supervision.SCRATCH}, 100 %": -1},
+        )
+    ],
+    "lecture": [excesses([[lecture.DEFAULT, lecture.MEAN]], {lecture.DEFAULT: 1, lecture.NO_POSITIONS: -1})],
     "scaling": [slopes, family_difference],
     "distillation": [agreements],
-    "inside": [negated],
 }
 """What an experiment shows besides means, differences, and differences of differences."""
 

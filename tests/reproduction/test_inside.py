@@ -104,7 +104,7 @@ def test_a_positive_correlation_is_no_similarity_of_close_patches_even_if_it_fel
 
 def test_the_verdict_on_the_widest_head_states_the_limit_and_the_untrained_value():
     reason = made_up({})[1].reason
-    assert "; above 0.90 is asked" in reason
+    assert "; the claim is above 0.90." in reason
     assert "Before training: 0.95." in reason
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,43 +21,43 @@ from vitrail.reproduction.results import (
     ARRAYS_FILE,
     Results,
     SeedMean,
-    difference_of_means,
+    mean_difference,
     mean_over_seeds,
     read_result,
 )
 
 ARMS = [make_arm("a"), make_arm("b"), make_arm("c")]
 ACCURACIES = st.lists(st.floats(0.0, 1.0), min_size=2, max_size=6)
+NUMBERS = st.lists(st.floats(-100, 100), min_size=2, max_size=6).map(lambda values: [round(v, 3) for v in values])
+"""Values of a metric that is no proportion."""
 
 
-def students_interval(values: list[float]) -> tuple[float, float]:
-    return stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
+def results_of(metric: str, values: Mapping[str, Sequence[float]], test_count: int = 360) -> Results:
+    """Results with values of a metric, by arm and seed."""
+    found = [
+        make_result(Trial(arm=arm, lr=arm.rates[0], seed=seed), measures={metric: value}, test_count=test_count)
+        for arm in ARMS
+        for seed, value in enumerate(values.get(arm.name, ()))
+    ]
+    return Results(ARMS, "tiny", found)
 
 
 def assert_close(found: SeedMean | None, value: float, low: float, high: float, count: int) -> None:
     assert found is not None
-    assert (found.value, found.low, found.high) == pytest.approx((value, low, high), abs=1e-12)
+    assert (found.value, found.low, found.high) == pytest.approx((value, low, high), abs=1e-9)
     assert found.count == count
 
 
-@given(ACCURACIES.filter(lambda values: np.std(values) > 1e-9))
+@given(NUMBERS.filter(lambda values: np.std(values) > 1e-9))
 def test_the_interval_over_seeds_is_students(values: list[float]):
-    low, high = students_interval(values)
+    low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
     assert_close(mean_over_seeds(values), float(np.mean(values)), low, high, len(values))
-    accuracy = make_results(ARMS, {"a": values}).mean("a")
-    assert_close(accuracy, float(np.mean(values)), max(low, 0.0), min(high, 1.0), len(values))
+    assert_close(results_of("x", {"a": values}).mean("a", "x"), float(np.mean(values)), low, high, len(values))
 
 
-def test_equal_values_have_an_interval_without_width():
-    assert_close(mean_over_seeds([0.5, 0.5, 0.5]), 0.5, 0.5, 0.5, 3)
-
-
-ROUNDED = ACCURACIES.map(lambda values: [round(value, 3) for value in values])
-
-
-@given(ROUNDED, ROUNDED)
+@given(NUMBERS, NUMBERS)
 def test_differences_have_welchs_interval(ours: list[float], theirs: list[float]):
-    found = make_results(ARMS, {"a": ours, "b": theirs}).difference("a", "b")
+    found = results_of("x", {"a": ours, "b": theirs}).difference("a", "b", "x")
     value, count = float(np.mean(ours) - np.mean(theirs)), min(len(ours), len(theirs))
     if min(np.std(ours), np.std(theirs)) < 1e-9:  # where scipy warns
         return
@@ -64,11 +65,125 @@ def test_differences_have_welchs_interval(ours: list[float], theirs: list[float]
     assert_close(found, value, expected.low, expected.high, count)
 
 
-def test_a_difference_of_constant_values_has_an_interval_without_width():
-    assert_close(difference_of_means([0.75, 0.75], [0.5, 0.5, 0.5]), 0.25, 0.25, 0.25, 2)
-    found = difference_of_means([0.75, 0.75, 0.75], [0.5, 0.25])
+def test_equal_numbers_that_are_no_proportions_have_an_interval_without_width():
+    assert_close(mean_over_seeds([0.5, 0.5, 0.5]), 0.5, 0.5, 0.5, 3)
+    assert_close(results_of("x", {"a": [0.75, 0.75], "b": [0.5, 0.5, 0.5]}).difference("a", "b", "x"), *[0.25] * 3, 2)
+    found = results_of("x", {"a": [0.75, 0.75, 0.75], "b": [0.5, 0.25]}).difference("a", "b", "x")
     half = stats.t.ppf(0.975, 1) * 0.125
     assert_close(found, 0.375, 0.375 - half, 0.375 + half, 2)
+
+
+# Proportions of images
+
+
+@given(ACCURACIES)
+def test_an_accuracy_s_interval_adds_the_error_of_the_images_to_that_of_the_seeds(values: list[float]):
+    mean = float(np.mean(values))
+    seeds = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
+    adjusted = (360 * mean + 2) / 364
+    images = stats.norm.ppf(0.975) * math.sqrt(adjusted * (1 - adjusted) / 364)
+    half = math.hypot(seeds, images)
+    found = make_results(ARMS, {"a": values}, test_count=360).mean("a")
+    assert_close(found, mean, max(mean - half, 0), min(mean + half, 1), len(values))
+
+
+def test_seeds_that_agree_by_coincidence_do_not_hide_the_error_of_the_images():
+    results = make_results(ARMS, {"a": [308 / 360] * 3, "b": [300 / 360] * 3, "c": [1.0] * 3}, test_count=360)
+    mean, difference, perfect = results.mean("a"), results.difference("a", "b"), results.mean("c")
+    assert mean is not None
+    assert difference is not None
+    assert perfect is not None
+    wilson = stats.binomtest(308, 360).proportion_ci(method="wilson")
+    assert (mean.low, mean.high) == pytest.approx((wilson.low, wilson.high), abs=0.005)
+    assert difference.low < 0 < difference.high  # 8 images of 360 are not significant
+    assert perfect.low == pytest.approx(0.99, abs=0.005)
+    assert perfect.high == 1
+
+
+def test_a_difference_s_seeds_vary_by_at_least_the_error_of_the_images():
+    close, wide = [0.9, 0.9, 0.9], [0.8, 0.9, 1.0]
+    adjusted = (360 * 0.9 + 2) / 364
+    least = adjusted * (1 - adjusted) / 364
+    half = stats.t.ppf(0.975, 4) * math.sqrt(2 * least / 3)
+    assert_close(make_results(ARMS, {"a": close, "b": close}, test_count=360).difference("a", "b"), 0, -half, half, 3)
+    seeds = stats.ttest_ind(wide, [0.8, 0.9, 1.0], equal_var=False).confidence_interval(0.95)  # which vary by more
+    assert_close(
+        make_results(ARMS, {"a": wide, "b": wide}, test_count=360).difference("a", "b"), 0, seeds.low, seeds.high, 3
+    )
+
+
+def test_more_test_images_narrow_an_interval_up_to_those_that_the_metric_uses():
+    def width(metric: str, count: int) -> float:
+        mean = results_of(metric, {"a": [0.5] * 3}, count).mean("a", metric)
+        assert mean is not None
+        return mean.high - mean.low
+
+    assert width("start", 40_000) == pytest.approx(width("start", 10_000) / 2, rel=0.01)
+    assert width("5-shot", 10_000) == width("5-shot", 5_000) > width("start", 10_000)
+
+
+def test_a_change_within_a_run_is_paired_and_counts_at_least_the_images_that_it_changes():
+    arms, heads = [make_arm("a")], ("class head", "distillation head")
+
+    def change(pairs: Sequence[tuple[float, float]]) -> SeedMean | None:
+        found = [
+            make_result(
+                Trial(arm=arms[0], lr=arms[0].rates[0], seed=seed),
+                measures=dict(zip(heads, pair, strict=True)),
+                test_count=360,
+            )
+            for seed, pair in enumerate(pairs)
+        ]
+        return Results(arms, "tiny", found).change("a", heads[1], heads[0])
+
+    low, high = stats.t.interval(0.95, 2, 0.1, stats.sem([0.0, 0.1, 0.2]))
+    assert_close(change([(0.1, 0.1), (0.5, 0.6), (0.7, 0.9)]), 0.1, low, high, 3)
+    half = stats.t.ppf(0.975, 2) * math.sqrt(1 / 360**2 / 3)
+    assert_close(change([(0.5, 0.5)] * 3), 0, -half, half, 3)
+    half = stats.t.ppf(0.975, 2) * math.sqrt(0.1 / 360 / 3)
+    assert_close(change([(0.5, 0.6)] * 3), 0.1, 0.1 - half, 0.1 + half, 3)
+    assert Results(arms, "tiny", ()).change("a", *heads) is None
+    assert Results(arms, "tiny", ()).change("b", *heads) is None
+
+
+def test_a_contrast_is_the_weighted_sum_of_the_means():
+    results = make_results(ARMS, {"a": [0.9, 0.8], "b": [0.5, 0.6, 0.7], "c": [0.2, 0.4]})
+    found = results.contrast({"a": 1.0, "b": -0.5, "c": -0.5})
+    parts = [0.005 / 2, 0.25 * 0.01 / 3, 0.25 * 0.02 / 2]
+    freedom = sum(parts) ** 2 / sum(part**2 / n for part, n in zip(parts, (1, 2, 1), strict=True))
+    half = stats.t.ppf(0.975, freedom) * math.sqrt(sum(parts))
+    assert_close(found, 0.4, 0.4 - half, 0.4 + half, 2)
+    assert mean_difference(["a"], ["b", "c"]) == {"a": 1.0, "b": -0.5, "c": -0.5}
+    wider = results.contrast({"a": 1.0, "b": -1.0}, confidence=0.99)
+    assert wider is not None
+    assert wider.low < results.difference("a", "b").low  # type: ignore[union-attr]
+    assert make_results(ARMS, {"a": [0.9, 0.8]}).contrast({"a": 1.0, "b": -1.0}) is None
+
+
+def simulate(rng: np.random.Generator, num_images: int, level: float, noise: float, seed_spread: float) -> Results:
+    """Three seeds of two equally good arms on the same images, which are easy or hard for all, and a little for one."""
+    common = rng.normal(level, 2.0, num_images)
+    tests = {}
+    for arm in ("a", "b"):
+        own = common + rng.normal(0, 0.7, num_images)
+        seeds = rng.normal(0, seed_spread, (3, 1)) + rng.normal(0, noise, (3, num_images))
+        tests[arm] = (own + seeds > 0).mean(1).tolist()
+    return make_results(ARMS, tests, test_count=num_images)
+
+
+@pytest.mark.parametrize("num_images", [360, 2000])
+@pytest.mark.parametrize(("level", "noise"), [(1.0, 1.5), (4.0, 1.5), (4.0, 0.3)])
+@pytest.mark.parametrize("seed_spread", [0.0, 0.3])
+def test_intervals_cover_the_accuracy_on_all_images(num_images: int, level: float, noise: float, seed_spread: float):
+    """The accuracy over all images and seeds is known; images, arms and seeds are drawn anew each time."""
+    rng, repeats = np.random.default_rng(0), 400
+    truth = stats.norm.cdf(level / math.sqrt(2.0**2 + 0.7**2 + noise**2 + seed_spread**2))
+    found = [simulate(rng, num_images, level, noise, seed_spread) for _ in range(repeats)]
+    means = [results.mean("a") for results in found]
+    differences = [results.difference("a", "b") for results in found]
+    for estimates, true in ((means, truth), (differences, 0.0)):
+        covered = sum(each is not None and each.low <= true <= each.high for each in estimates) / repeats
+        assert covered >= 0.93
 
 
 def test_a_difference_from_a_single_value_has_no_interval():
@@ -95,7 +210,7 @@ def test_one_seed_of_another_metric_has_no_interval():
 
 def test_one_value_among_several_seeds_has_the_interval_of_its_own_images():
     first, second = make_results(ARMS, {"a": [0.9, 0.5]}).trials.values()
-    results = Results(ARMS, "tiny", [replace(first, test=None, test_count=0), second])
+    results = Results(ARMS, "tiny", [replace(first, test=None, test_count=0), replace(second, test_count=360)])
     expected = stats.binomtest(180, 360).proportion_ci(method="wilson")
     assert_close(results.mean("a"), 0.5, expected.low, expected.high, 1)
 

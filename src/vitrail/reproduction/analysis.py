@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Literal
 
 from matplotlib.figure import Figure
@@ -30,9 +32,19 @@ class Metric:
     percent: bool = True
     digits: int = 2
     unit: str = ""
+    signed: bool = False
+
+    def number(self, value: float) -> str:
+        return f"{100 * value if self.percent else value:{'+' * self.signed},.{self.digits}f}"
 
     def format(self, value: float) -> str:
-        return f"{100 * value:.{self.digits}f}" if self.percent else f"{value:,.{self.digits}f}{self.unit}"
+        return f"{self.number(value)}{self.unit}"
+
+
+POINTS = Metric(unit=" points", signed=True)
+"""Differences of accuracies."""
+PERCENT = Metric(unit=" %")
+PLAIN = Metric(percent=False)
 
 
 Cell = str | SeedMean | None
@@ -89,51 +101,102 @@ class Analysis:
 OUTCOMES: tuple[Outcome, ...] = ("holds", "does not hold", "undecided")
 
 
-def compare(
-    claim: str, difference: SeedMean | None, better: str, worse: str, *, why_not: str = "", margin: float = 0.0
+def judge(
+    claim: str,
+    mean: SeedMean | None,
+    name: str,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+    metric: Metric = POINTS,
+    why_not: str = "",
 ) -> Verdict:
-    """The verdict on "`better` is better than `worse`" by at least `margin`, from the difference of two arms.
+    """The verdict on "`name` lies between `above` and `below`".
 
-    It holds if the interval of the difference lies above the margin, and does not hold if it lies below.
+    It holds if the whole interval does, and does not hold if the whole interval lies outside.
     """
-    if difference is None:
-        return Verdict(claim, "undecided", f"{better} or {worse} has no finished run.")
-    points = f"{better} minus {worse}: {100 * difference.value:+.2f} points"
-    if not difference.has_interval:
-        return Verdict(claim, "undecided", f"{points} with one seed; more seeds give an interval.")
-    reason = f"{points} ({100 * difference.low:+.2f} to {100 * difference.high:+.2f}, {difference.count} seeds)."
-    if difference.low > margin:
-        return Verdict(claim, "holds", reason)
-    if difference.high < margin:
-        return Verdict(claim, "does not hold", f"{reason} {why_not}".strip())
-    return Verdict(claim, "undecided", f"{reason} The interval includes {100 * margin:g}.")
+    if mean is None:
+        return Verdict(claim, "undecided", f"{name}: too few of the runs are finished.")
+    if not mean.has_interval:
+        return Verdict(claim, "undecided", f"{name}: {metric.format(mean.value)} with one seed, without an interval.")
+    seeds = f"{mean.count} seed{'s' * (mean.count != 1)}"
+    reason = f"{name}: {metric.format(mean.value)} ({metric.number(mean.low)} to {metric.number(mean.high)}, {seeds})"
+    limits = [(word, limit) for word, limit in (("above", above), ("below", below)) if math.isfinite(limit)]
+    if any(limit for _, limit in limits):
+        reason += f"; the claim is {' and '.join(f'{word} {metric.number(limit)}' for word, limit in limits)}"
+    if mean.low > above and mean.high < below:
+        return Verdict(claim, "holds", f"{reason}.")
+    if mean.high < above or mean.low > below:
+        return Verdict(claim, "does not hold", f"{reason}. {why_not}".strip())
+    included = [metric.number(limit).lstrip("+") for _, limit in limits if mean.low <= limit <= mean.high]
+    return Verdict(claim, "undecided", f"{reason}; the interval includes {' and '.join(included)}.")
 
 
-def similar(claim: str, results: Results, arms: Sequence[str], gap: float | None, *, why_not: str = "") -> Verdict:
-    """The verdict on "these arms are alike": the best and the worst differ by at most a third of `gap`.
+def compare(claim: str, difference: SeedMean | None, better: str, worse: str, *, why_not: str = "") -> Verdict:
+    """The verdict on "`better` is better than `worse`", from their difference."""
+    return judge(claim, difference, f"{better} minus {worse}", above=0.0, why_not=why_not)
 
-    It holds if the whole interval of their difference is at most that, and does not hold if all of it is more.
-    gap: a difference that the source calls large, from the same runs.
+
+def shrinks(claim: str, results: Results, first: Sequence[str], last: Sequence[str], places: Sequence[str]) -> Verdict:
+    """The verdict on "the advantage of one arm over another is smaller in the `last` pair of arms than in the `first`".
+
+    Without an advantage at first, it does not hold if the advantage grows, and is undecided otherwise.
+    places: what the pairs are called, "at 10 %".
     """
-    means = {arm: results.mean(arm) for arm in arms}
-    found = {arm: mean.value for arm, mean in means.items() if mean is not None}
+    advantage = results.difference(*first)
+    change = results.contrast({first[0]: 1.0, first[1]: -1.0, last[0]: -1.0, last[1]: 1.0})
+    verdict = judge(claim, change, f"advantage {places[0]} minus advantage {places[1]}", above=0.0)
+    if verdict.outcome == "does not hold" or advantage is None or not advantage.has_interval or advantage.low > 0:
+        return verdict
+    found = judge(claim, advantage, f"{first[0]} minus {first[1]}", above=0.0)
+    return replace(found, outcome="undecided", reason=f"There is no certain advantage to shrink: {found.reason}")
+
+
+def similar(
+    claim: str, results: Results, arms: Sequence[str], large: Mapping[str, float], *, why_not: str = ""
+) -> Verdict:
+    """The verdict on "these arms are alike": any two differ by less than a third of a large difference.
+
+    large: arm -> weight in a difference that the source calls large, from the same runs.
+
+    Each pair has the interval of its difference less a third of the large one, so that the uncertainty of both counts.
+    The claim holds if every pair's interval lies below zero: since all have to pass, this needs no correction. It does
+    not hold if that of any pair lies above zero, at a level divided by the number of pairs (Bonferroni).
+    """
+    gap, found = results.contrast(large), [arm for arm in arms if results.values(arm)]
     if len(found) < 2 or gap is None:
         return Verdict(claim, "undecided", "Too few of the runs are finished.")
-    best, worst = max(found, key=lambda a: found[a]), min(found, key=lambda a: found[a])
-    spread = results.difference(best, worst)
-    limit = gap / 3
-    if spread is None or gap <= 0:
+    if gap.value <= 0:
         return Verdict(claim, "undecided", "These runs show no difference that theirs could be compared with.")
-    points = f"{best} and {worst} differ by {100 * spread.value:.2f} points"
-    compared = f"; a third of the difference they are compared with is {100 * limit:.2f}."
-    if not spread.has_interval:
-        return Verdict(claim, "undecided", f"{points} with one seed{compared}")
-    reason = f"{points} ({100 * spread.low:+.2f} to {100 * spread.high:+.2f}){compared}"
-    if spread.high <= limit:
-        return Verdict(claim, "holds", reason)
-    if spread.low > limit:
-        return Verdict(claim, "does not hold", f"{reason} {why_not}".strip())
-    return Verdict(claim, "undecided", reason)
+    pairs = {(one, other): _less_a_third(one, other, large) for one, other in permutations(found, 2)}
+    plain = {pair: results.contrast(weights) for pair, weights in pairs.items()}
+    known = {pair: excess for pair, excess in plain.items() if excess is not None}
+    (best, worst), excess = max(known.items(), key=lambda item: item[1].value)
+    reason = (
+        f"The largest difference is {best} minus {worst}; less a third of the difference they are compared with "
+        f"({POINTS.number(gap.value / 3).lstrip('+')}) it is {POINTS.format(excess.value)}"
+    )
+    if not excess.has_interval:
+        return Verdict(claim, "undecided", f"{reason} with one seed, without an interval.")
+    num_pairs = len(pairs) // 2
+    strict = [results.contrast(weights, confidence=1 - 0.05 / num_pairs) for weights in pairs.values()]
+    reason += f" ({POINTS.number(excess.low)} to {POINTS.number(excess.high)}, {excess.count} seeds)"
+    if all(each.high < 0 for each in known.values()):
+        return Verdict(
+            claim, "holds", f"{reason}; all {num_pairs} pairs are below zero." if num_pairs > 1 else f"{reason}."
+        )
+    if any(each.low > 0 for each in strict if each is not None):
+        corrected = f", also at the level for {num_pairs} pairs" if num_pairs > 1 else ""
+        return Verdict(claim, "does not hold", f"{reason}, above zero{corrected}. {why_not}".strip())
+    return Verdict(claim, "undecided", f"{reason}.")
+
+
+def _less_a_third(one: str, other: str, large: Mapping[str, float]) -> dict[str, float]:
+    """Weights of the difference of two arms less a third of the large difference."""
+    weights = {arm: -weight / 3 for arm, weight in large.items()}
+    for arm, weight in ((one, 1.0), (other, -1.0)):
+        weights[arm] = weights.get(arm, 0.0) + weight
+    return weights
 
 
 def arm_table(

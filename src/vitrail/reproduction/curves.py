@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-import numpy as np
-
 from vitrail.reproduction.results import Results, SeedMean, mean_over_seeds
 
 Points = Mapping[float, float]
@@ -36,11 +34,12 @@ def crossings(first: Points, second: Points) -> list[float]:
     return found
 
 
-def slope_per_doubling(points: Sequence[tuple[float, float]]) -> float | None:
-    """Least-squares slope of y over log2 x; None with fewer than two x."""
-    if len({x for x, _ in points}) < 2:
-        return None
-    return float(np.polyfit([math.log2(x) for x, _ in points], [y for _, y in points], 1)[0])
+def slope_weights(costs: Mapping[str, float]) -> dict[str, float]:
+    """Arm -> its weight in the least-squares slope over log2 of the cost; empty for fewer than two costs."""
+    mean = sum(map(math.log2, costs.values())) / max(len(costs), 1)
+    deviations = {arm: math.log2(cost) - mean for arm, cost in costs.items()}
+    total = sum(deviation**2 for deviation in deviations.values())
+    return {arm: deviation / total for arm, deviation in deviations.items()} if len(set(costs.values())) > 1 else {}
 
 
 def best_so_far(curve: Points) -> dict[float, float]:
@@ -71,23 +70,6 @@ def curve_of_seed(results: Results, arms: Mapping[float, str], seed: int, metric
     """x -> value of one seed, for the arms that have it."""
     values = {x: results.values(arm, metric) for x, arm in arms.items()}
     return {x: found[seed] for x, found in values.items() if seed in found}
-
-
-def contrast(
-    results: Results, plus: Sequence[str], minus: Sequence[str], metric: str = "test", *, average: bool = False
-) -> SeedMean | None:
-    """The sum over the arms `plus` minus that over `minus`, its mean over the seeds that all of them have.
-
-    average: the mean over the arms instead of the sum.
-    """
-    values = {arm: results.values(arm, metric) for arm in (*plus, *minus)}
-    seeds = sorted(set.intersection(*(set(found) for found in values.values())))
-    if not seeds:
-        return None
-    first, second = (len(plus), len(minus)) if average else (1, 1)
-    return mean_over_seeds(
-        [sum(values[arm][s] for arm in plus) / first - sum(values[arm][s] for arm in minus) / second for s in seeds]
-    )
 
 
 def geometric_mean(ratios: Sequence[float]) -> SeedMean | None:

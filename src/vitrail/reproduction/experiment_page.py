@@ -84,8 +84,8 @@ def _facts(experiment: Experiment, results: Results, info: PageInfo) -> Iterator
         )
     yield (
         "Intervals",
-        "95 %, Student's t over seeds (Welch's between two arms); with one seed, Wilson's interval of the test images. "
-        "They cover initial weights and the order of the data, not the choice of the test images",
+        "95 %, Student's t over seeds, with the sampling error of the test images added to that of accuracies; Welch's "
+        "between arms, where seeds count as varying by at least that error; with one seed, Wilson's interval of the images",
     )
     where = f", on {' and '.join(results.devices)}" if results.devices else ""
     yield "Time", f"{format_duration(results.seconds)} in all runs together{where}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,16 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrail.errors import TrainError
-from vitrail.evaluation.scores import wilson_interval
+from vitrail.evaluation.scores import Z95, wilson_interval
 from vitrail.reproduction.arm import Arm, Scale
 from vitrail.storage.atomic_write import write_json
 
 ARRAYS_FILE = "arrays.npz"
 """File in a trial's run folder with the arrays that its measurements store."""
-SCORES = ("test", "validation")
-"""Proportions of images that every run has."""
-PROPORTIONS = (*SCORES, "5-shot", "start", "accuracy", "agreement", "class head", "distillation head")
-"""How the names of metrics begin that are proportions: their intervals stay within 0 and 1."""
+PROPORTIONS: Mapping[str, int] = {
+    "test": sys.maxsize, "validation": sys.maxsize, "start": sys.maxsize, "class head": sys.maxsize,
+    "distillation head": sys.maxsize, "5-shot": 5000, "accuracy": 2000, "agreement": 2000,
+}  # fmt: skip
+"""How the names of metrics begin that are proportions of the test images (`validation`: of those held out), and the
+number of images that are used at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ def read_result(path: Path) -> TrialResult | None:
 
 @dataclass(frozen=True)
 class SeedMean:
-    """The mean of a metric over seeds with its 95 % interval."""
+    """The mean of a metric over seeds, or a weighted sum of such means, with its 95 % interval."""
 
     value: float
     low: float
@@ -94,34 +97,70 @@ class SeedMean:
         return math.isfinite(self.low) and math.isfinite(self.high)
 
 
-def mean_over_seeds(values: Sequence[float]) -> SeedMean:
-    """The mean with Student's 95 % interval; without an interval for a single value."""
-    mean, count = float(np.mean(values)), len(values)
-    if count < 2:
-        return SeedMean(mean, math.nan, math.nan, count)
-    from scipy.special import stdtrit  # type: ignore[import-untyped]
+@dataclass(frozen=True)
+class Sample:
+    """One number from each seed."""
 
-    half = float(stdtrit(count - 1, 0.975)) * float(np.std(values, ddof=1)) / math.sqrt(count)
-    return SeedMean(mean, mean - half, mean + half, count)
+    values: Sequence[float]
+    least_variance: float = 0.0
+    """Variance that each value has at least. Seeds that agree by coincidence would show none."""
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.values))
+
+    @property
+    def variance_of_mean(self) -> float:
+        return max(float(np.var(self.values, ddof=1)), self.least_variance) / len(self.values)
 
 
-def difference_of_means(ours: Sequence[float], theirs: Sequence[float]) -> SeedMean:
-    """The mean of `ours` minus that of `theirs` with Welch's 95 % interval, none if one of them is a single value.
+def proportion_variance(proportion: float, num_images: int) -> float:
+    """Binomial variance of a proportion of images, with Agresti and Coull's four images more, half of them correct.
 
-    Runs of the same seed are not treated as pairs: networks that differ share neither initial weights nor, in many
-    experiments, their batches.
+    Without these, it would be 0 where all images are right.
     """
-    value, count = float(np.mean(ours) - np.mean(theirs)), min(len(ours), len(theirs))
+    adjusted = (proportion * num_images + 2) / (num_images + 4)
+    return adjusted * (1 - adjusted) / (num_images + 4)
+
+
+def weighted_sum(terms: Sequence[tuple[float, Sample]], confidence: float = 0.95) -> SeedMean:
+    """The sum of weight times mean with Student's interval, the degrees of freedom by Welch and Satterthwaite.
+
+    There is no interval if a sample has one value only. Values of the same seed are not treated as pairs: networks that
+    differ share neither initial weights nor, in many experiments, their batches.
+    """
+    value, count = sum(weight * sample.mean for weight, sample in terms), min(len(s.values) for _, s in terms)
     if count < 2:
         return SeedMean(value, math.nan, math.nan, count)
-    parts = [float(np.var(values, ddof=1)) / len(values) for values in (ours, theirs)]
-    if sum(parts) == 0:
-        return SeedMean(value, value, value, count)
-    from scipy.special import stdtrit
+    from scipy.special import stdtrit  # type: ignore[import-untyped]
 
-    freedom = sum(parts) ** 2 / sum(part**2 / (len(v) - 1) for part, v in zip(parts, (ours, theirs), strict=True))
-    half = float(stdtrit(freedom, 0.975)) * math.sqrt(sum(parts))
+    parts = [(weight**2 * sample.variance_of_mean, len(sample.values) - 1) for weight, sample in terms]
+    total = sum(part for part, _ in parts)
+    inverse = sum((part / total) ** 2 / freedom for part, freedom in parts) if total > 0 else 0.0
+    half = float(stdtrit(1 / max(inverse, 1e-9), (1 + confidence) / 2)) * math.sqrt(total)
     return SeedMean(value, value - half, value + half, count)
+
+
+def mean_over_seeds(values: Sequence[float], least_variance: float = 0.0) -> SeedMean:
+    """The mean with Student's 95 % interval; without an interval for a single value."""
+    return weighted_sum([(1.0, Sample(values, least_variance))])
+
+
+def proportion_mean(sample: Sample) -> SeedMean:
+    """The mean of a proportion of the same images in every seed.
+
+    More seeds do not reduce the sampling error of these images, so the squares of both half widths are added.
+    """
+    mean = mean_over_seeds(sample.values)
+    if not mean.has_interval:
+        return mean
+    half = math.hypot(mean.high - mean.value, Z95 * math.sqrt(sample.least_variance))
+    return replace(mean, low=max(mean.value - half, 0.0), high=min(mean.value + half, 1.0))
+
+
+def mean_difference(ours: Sequence[str], theirs: Sequence[str]) -> dict[str, float]:
+    """Arm -> weight of its mean in the mean over `ours` minus that over `theirs`, for `Results.contrast`."""
+    return {**dict.fromkeys(ours, 1 / len(ours)), **dict.fromkeys(theirs, -1 / len(theirs))}
 
 
 class Results:
@@ -160,25 +199,57 @@ class Results:
         found = {seed: trial.value(metric) for seed, trial in self.selected(arm).items()}
         return {seed: value for seed, value in found.items() if value is not None}
 
-    def mean(self, arm: str, metric: str = "test") -> SeedMean | None:
-        """The mean over seeds; None without a value."""
-        values = self.values(arm, metric)
+    def num_images(self, arm: str, metric: str) -> int:
+        """Number of images of which a metric is a proportion; 0 if it is none."""
+        most = next((most for name, most in PROPORTIONS.items() if metric.startswith(name)), 0)
+        trials = self.selected(arm).values()
+        counts = [t.validation_count if metric == "validation" else t.test_count for t in trials]
+        return min(most, max(counts, default=0))
+
+    def sample(self, arm: str, metric: str = "test") -> Sample | None:
+        """The values of the seeds. A proportion's variance is at least the binomial one of a single evaluation."""
+        values, num_images = list(self.values(arm, metric).values()), self.num_images(arm, metric)
         if not values:
             return None
-        if len(values) == 1 and metric in SCORES:
-            ((seed, value),) = values.items()
-            trial = self.selected(arm)[seed]
-            count = trial.test_count if metric == "test" else trial.validation_count
-            return SeedMean(value, *wilson_interval(value * count, count), 1)
-        mean = mean_over_seeds(list(values.values()))
-        if mean.has_interval and metric.startswith(PROPORTIONS):
-            return replace(mean, low=max(mean.low, 0.0), high=min(mean.high, 1.0))
-        return mean
+        return Sample(values, proportion_variance(float(np.mean(values)), num_images) if num_images else 0.0)
+
+    def mean(self, arm: str, metric: str = "test") -> SeedMean | None:
+        """The mean over seeds; None without a value."""
+        sample, num_images = self.sample(arm, metric), self.num_images(arm, metric)
+        if sample is None or not num_images:
+            return None if sample is None else mean_over_seeds(sample.values)
+        if len(sample.values) == 1:
+            return SeedMean(sample.mean, *wilson_interval(sample.mean * num_images, num_images), 1)
+        return proportion_mean(sample)
+
+    def contrast(
+        self, weights: Mapping[str, float], metric: str = "test", *, confidence: float = 0.95
+    ) -> SeedMean | None:
+        """The sum of weight times mean of the arms; None if one of them has no value.
+
+        Arms share the test images, whose sampling mostly cancels; what is left is in the least variance of each value.
+        """
+        samples = {arm: self.sample(arm, metric) for arm in weights}
+        terms = [(weights[arm], sample) for arm, sample in samples.items() if sample is not None]
+        return weighted_sum(terms, confidence) if len(terms) == len(weights) else None
 
     def difference(self, arm: str, other: str, metric: str = "test") -> SeedMean | None:
-        """The mean of `arm` minus that of `other` with Welch's interval; None if one of them has no value."""
-        ours, theirs = self.values(arm, metric), self.values(other, metric)
-        return difference_of_means(list(ours.values()), list(theirs.values())) if ours and theirs else None
+        """The mean of `arm` minus that of `other`; None if one of them has no value."""
+        return self.contrast({arm: 1.0, other: -1.0}, metric)
+
+    def change(self, arm: str, metric: str, reference: str) -> SeedMean | None:
+        """The mean over seeds of one metric minus another of the same run; None without a value of both.
+
+        Two proportions that differ by d differ in at least d of the images, of which at least one is assumed.
+        """
+        if arm not in self.arms:
+            return None
+        after, before, num_images = self.values(arm, metric), self.values(arm, reference), self.num_images(arm, metric)
+        changes = [after[seed] - before[seed] for seed in sorted(set(after) & set(before))]
+        if not changes:
+            return None
+        least = max(abs(float(np.mean(changes))), 1 / num_images) / num_images if num_images else 0.0
+        return mean_over_seeds(changes, least)
 
     def arrays(self, arm: str, seed: int = 0) -> dict[str, npt.NDArray[Any]]:
         """The arrays that a measurement stored with `save_arrays`; empty if the trial is not finished."""

@@ -8,9 +8,9 @@ from functools import partial
 from matplotlib.figure import Figure
 
 from vitrail.config import DataConfig
-from vitrail.reproduction.analysis import Analysis, Paragraph, Plot, Table, Verdict, arm_table, compare
+from vitrail.reproduction.analysis import Analysis, Paragraph, Plot, Table, arm_table, compare, shrinks
 from vitrail.reproduction.arm import Arm, Scale
-from vitrail.reproduction.curves import contrast, crossings, mean_curve
+from vitrail.reproduction.curves import crossings, mean_curve
 from vitrail.reproduction.data_fractions import Schedule, on_fraction
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.network_families import FAMILIES, HYBRID, RESNET, VIT, network, network_config
@@ -77,7 +77,11 @@ def analyze(results: Results) -> Analysis:
             "With all data the ViT is better than the ResNet.", results.difference(full_vit, full_resnet), VIT, RESNET,
             why_not="All the data here is a small dataset in the paper's terms.",
         ),
-        _shrinks(results, least, most),
+        shrinks(
+            f"The ResNet's advantage shrinks as the data grow (from {100 * least:g} % to all, equal steps).", results,
+            (arm_name(RESNET, least, STEPS), arm_name(VIT, least, STEPS)), (full_resnet, full_vit),
+            (f"at {100 * least:g} %", "at 100 %"),
+        ),
     ]  # fmt: skip
     plots = [
         Plot(
@@ -109,22 +113,6 @@ def analyze(results: Results) -> Analysis:
             ),
         ],
     )
-
-
-def _shrinks(results: Results, least: float, most: float) -> Verdict:
-    """The verdict on the change of the ResNet's advantage; undecided unless it has one with the least data."""
-    claim = f"The ResNet's advantage shrinks as the data grow (from {100 * least:g} % to all, equal steps)."
-    few, full = ([arm_name(family, fraction, STEPS) for family in (RESNET, VIT)] for fraction in (least, most))
-    advantage = results.difference(*few)
-    if advantage is not None and advantage.has_interval and advantage.low <= 0:
-        return Verdict(
-            claim,
-            "undecided",
-            f"There is no advantage that could shrink: at {100 * least:g} % of the data {RESNET} minus {VIT} is "
-            f"{100 * advantage.value:+.2f} points ({100 * advantage.low:+.2f} to {100 * advantage.high:+.2f}).",
-        )
-    change = contrast(results, [few[0], full[1]], [few[1], full[0]])
-    return compare(claim, change, f"advantage at {100 * least:g} %", "advantage at 100 %")
 
 
 def _describe_crossings(results: Results, schedule: str) -> str:

@@ -14,7 +14,7 @@ from vitrail.reproduction.analysis import Analysis, Block, Cell, Paragraph, Plot
 from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Panel, dot_plot
-from vitrail.reproduction.results import Results, SeedMean, mean_over_seeds
+from vitrail.reproduction.results import Results, Sample, SeedMean, proportion_mean, proportion_variance, weighted_sum
 from vitrail.reproduction.scales import LEARNING_RATES, at_size, base_config, recipe_config
 
 NONE = "no teacher"
@@ -26,7 +26,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     HARD: {"kind": "hard", "alpha": 0.5},
     TOKEN: {"kind": "hard", "alpha": 0.5},
 }
-"""DeiT's settings (its section 4 and Table 3)."""
+"""DeiT's settings (its sections 4 and 6)."""
 STUDENTS = (
     (BIT, TOKEN), (VIT, TOKEN), (BIT, HARD), (BIT, SOFT), (WEAK_BIT, TOKEN), (VIT, HARD), (VIT, SOFT),
 )  # fmt: skip
@@ -135,11 +135,11 @@ def analyze(results: Results) -> Analysis:
         ),
         compare(
             "The distillation head alone is better than the class head alone.",
-            metric_difference(results, token, DISTILL_HEAD, CLASS_HEAD), DISTILL_HEAD, CLASS_HEAD,
+            results.change(token, DISTILL_HEAD, CLASS_HEAD), DISTILL_HEAD, CLASS_HEAD,
         ),
         compare(
             "Both heads together are better than the class head alone.",
-            metric_difference(results, token, "test", CLASS_HEAD), "both heads", CLASS_HEAD,
+            results.change(token, "test", CLASS_HEAD), "both heads", CLASS_HEAD,
         ),
         replace(convnet, reason=f"{convnet.reason} {_teachers(results)}".strip()),
         replace(weaker, reason=f"{weaker.reason} {_teachers(results, (WEAK_BIT, VIT))}".strip()),
@@ -156,34 +156,27 @@ def analyze(results: Results) -> Analysis:
     return Analysis(verdicts, [*blocks, Paragraph(_note(results))])
 
 
-def metric_difference(results: Results, arm: str, metric: str, other: str) -> SeedMean | None:
-    """The mean of one metric of an arm minus another over seeds."""
-    ours, theirs = results.values(arm, metric), results.values(arm, other)
-    common = sorted(set(ours) & set(theirs))
-    return mean_over_seeds([ours[seed] - theirs[seed] for seed in common]) if common else None
-
-
-def agreements(results: Results, arm: str, other: str, head: str = "predicted") -> dict[int, float]:
-    """Seed -> fraction of the test images for which two models predict the same class."""
-    found = {}
+def agreements(results: Results, arm: str, other: str, head: str = "predicted") -> Sample | None:
+    """For each seed, the fraction of the test images for which two models predict the same class."""
+    found, num_images = [], 0
     for seed in results.selected(arm):
         ours, theirs = results.arrays(arm, seed).get(head), results.arrays(other, seed).get("predicted")
         if ours is not None and theirs is not None and len(ours) == len(theirs):
-            found[seed] = float((ours == theirs).mean())
-    return found
+            found.append(float((ours == theirs).mean()))
+            num_images = len(ours)
+    return Sample(found, proportion_variance(sum(found) / len(found), num_images)) if found else None
 
 
 def agreement(results: Results, arm: str, other: str, head: str = "predicted") -> SeedMean | None:
     """The mean over seeds of `agreements`."""
     found = agreements(results, arm, other, head)
-    return mean_over_seeds(list(found.values())) if found else None
+    return None if found is None else proportion_mean(found)
 
 
 def agreement_gain(results: Results, student: str) -> SeedMean | None:
     """Agreement of a student with the BiT teacher, minus that of the model trained without a teacher."""
     ours, theirs = (agreements(results, arm, teacher_name(BIT)) for arm in (student, NONE))
-    common = sorted(set(ours) & set(theirs))
-    return mean_over_seeds([ours[seed] - theirs[seed] for seed in common]) if common else None
+    return weighted_sum([(1.0, ours), (-1.0, theirs)]) if ours is not None and theirs is not None else None
 
 
 def _table(results: Results) -> Table:

@@ -15,13 +15,23 @@ from vitrail.explain.overlays import as_rgb
 from vitrail.explain.positions import SIMILARITY_MEANING
 from vitrail.recipes.cifar10 import cifar10
 from vitrail.recipes.digits import small_gray_vit
-from vitrail.reproduction.analysis import Analysis, Block, Metric, Paragraph, Plot, Table, Verdict, arm_table
+from vitrail.reproduction.analysis import (
+    PLAIN,
+    Analysis,
+    Block,
+    Metric,
+    Paragraph,
+    Plot,
+    Table,
+    Verdict,
+    arm_table,
+    judge,
+)
 from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Line, line_plot
 from vitrail.reproduction.results import Results
 from vitrail.reproduction.scales import base_config
-from vitrail.reproduction.within_runs import PLAIN, change_within, exceeds, negated
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -99,36 +109,37 @@ def analyze(results: Results) -> Analysis:
 def verdicts(results: Results) -> list[Verdict]:
     arm, widest = PAPERS, "widest first head"
     untrained_head = results.mean(arm, f"{widest}, untrained")
-    lowest = exceeds(
+    lowest = judge(
         "Some heads attend to most of the image already in the lowest layer.",
-        results.mean(arm, widest), "Widest head of the first layer / uniform attention", GLOBAL,
+        results.mean(arm, widest), "Widest head of the first layer / uniform attention", above=GLOBAL, metric=PLAIN,
     )  # fmt: skip
     if untrained_head is not None:
         lowest = replace(lowest, reason=f"{lowest.reason} Before training: {PLAIN.format(untrained_head.value)}.")
-    deeper = change_within(results, arm, "distance, last layer", "distance, first layer")
     unlike = "A model that has learned little from few images keeps much of its initial weights."
     return [
-        exceeds("Attention distance grows with depth.", deeper, "Last minus first layer", metric=PIXELS),
+        judge(
+            "Attention distance grows with depth.",
+            results.change(arm, "distance, last layer", "distance, first layer"),
+            "Last minus first layer", above=0.0, metric=PIXELS,
+        ),
         lowest,
-        exceeds(
-            "Close patches have similar position embeddings.",
-            negated(results.mean(arm, CORRELATION)),
-            "Minus the correlation of similarity and distance after training", why_not=unlike,
+        judge(
+            "Close patches have similar position embeddings.", results.mean(arm, CORRELATION),
+            "Correlation of similarity and distance after training", below=0.0, metric=PLAIN, why_not=unlike,
         ),
-        exceeds(
-            "The position embeddings have a row-column structure.",
-            change_within(results, arm, SHARE, f"{SHARE}, untrained"),
-            "Variance explained by row and column, trained minus untrained", why_not=unlike,
+        judge(
+            "The position embeddings have a row-column structure.", results.change(arm, SHARE, f"{SHARE}, untrained"),
+            "Variance explained by row and column, trained minus untrained", above=0.0, metric=PLAIN, why_not=unlike,
         ),
-        exceeds(
+        judge(
             "Training concentrates the variance of the filters in fewer components.",
-            change_within(results, arm, LEADING, f"{LEADING}, untrained"),
-            "Variance of the leading quarter of the components, trained minus untrained", why_not=_why_random(results),
+            results.change(arm, LEADING, f"{LEADING}, untrained"),
+            "Variance of the leading quarter of the components, trained minus untrained", above=0.0, metric=PLAIN,
+            why_not=_why_random(results),
         ),
-        exceeds(
-            "The model attends to regions that matter for the class.",
-            results.mean(arm, "rollout gain"),
-            "Area under the deletion curve, random order minus rollout",
+        judge(
+            "The model attends to regions that matter for the class.", results.mean(arm, "rollout gain"),
+            "Area under the deletion curve, random order minus rollout", above=0.0, metric=PLAIN,
             why_not="The class probability falls as fast when random patches are masked.",
         ),
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
@@ -23,13 +24,25 @@ from vitrail.explain.filters import filter_images
 from vitrail.explain.overlays import tile_images, upscale
 from vitrail.explain.timeline import Snapshot
 from vitrail.recipes.digits import small_gray_vit
-from vitrail.reproduction.analysis import Analysis, Block, Paragraph, Plot, Table, Verdict, arm_table, compare, similar
+from vitrail.reproduction.analysis import (
+    PERCENT,
+    PLAIN,
+    Analysis,
+    Block,
+    Paragraph,
+    Plot,
+    Table,
+    Verdict,
+    arm_table,
+    compare,
+    judge,
+    similar,
+)
 from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Panel, dot_plot
-from vitrail.reproduction.results import Results
+from vitrail.reproduction.results import Results, mean_difference
 from vitrail.reproduction.scales import base_config
-from vitrail.reproduction.within_runs import PLAIN, change_within, exceeds
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -128,29 +141,31 @@ def analyze(results: Results) -> Analysis:
 
 
 def verdicts(results: Results, shown: str) -> list[Verdict]:
-    gap = results.difference(DEFAULT, NO_POSITIONS)
     return [
         _reaches_claim(results),
-        compare("Without positions, accuracy is lower.", gap, DEFAULT, NO_POSITIONS),
+        compare("Without positions, accuracy is lower.", results.difference(DEFAULT, NO_POSITIONS), DEFAULT,
+                NO_POSITIONS),
         similar(
             "The class token is not needed: the mean of the patches does as well.",
-            results, (DEFAULT, MEAN), None if gap is None else gap.value,
+            results, (DEFAULT, MEAN), mean_difference([DEFAULT], [NO_POSITIONS]),
         ),
-        exceeds(
+        judge(
             "Training gives the position embeddings their structure: the embeddings of close patches become similar.",
-            change_within(results, shown, f"{CORRELATION}, untrained", CORRELATION),
-            "Fall of the correlation of similarity and distance in training",
+            results.change(shown, CORRELATION, f"{CORRELATION}, untrained"),
+            "Correlation of similarity and distance, trained minus untrained", below=0.0, metric=PLAIN,
             why_not="The embeddings keep most of their random initial values.",
         ),
-        exceeds(
+        judge(
             "What training adds to E comes from the image patches: from their leading principal components.",
             results.mean(shown, CHANGE_OVERLAP),
-            "Overlap of the leading components of E's change with the patches' (at random 0.25)", RANDOM_OVERLAP,
+            "Overlap of the leading components of E's change with the patches' (at random 0.25)",
+            above=RANDOM_OVERLAP, metric=PLAIN,
         ),
-        exceeds(
+        judge(
             "The components of the trained E resemble the principal components of the image patches.",
-            change_within(results, shown, OVERLAP, f"{OVERLAP}, untrained"),
-            "Overlap of the leading components with those of the patches, trained minus untrained",
+            results.change(shown, OVERLAP, f"{OVERLAP}, untrained"),
+            "Overlap of the leading components with those of the patches, trained minus untrained", above=0.0,
+            metric=PLAIN,
             why_not=_why_unlike(results, shown),
         ),
     ]  # fmt: skip
@@ -158,15 +173,11 @@ def verdicts(results: Results, shown: str) -> list[Verdict]:
 
 def _reaches_claim(results: Results) -> Verdict:
     """98 %, to the precision with which the lecture states it."""
-    claim, mean = "The lecture's settings reach 98 % on MNIST.", results.mean(DEFAULT)
-    if mean is None:
-        return Verdict(claim, "undecided", f"{DEFAULT} has no finished run.")
-    reason = f"Test accuracy {100 * mean.value:.2f} % ({100 * mean.low:.2f} to {100 * mean.high:.2f})"
-    if (source := _source(results)) != "mnist":
-        return Verdict(claim, "undecided", f"{reason} on {source}; MNIST takes --data mnist.")
-    if mean.low >= CLAIMED - 0.005:
-        return Verdict(claim, "holds", f"{reason}.")
-    return Verdict(claim, "does not hold" if mean.high < CLAIMED - 0.005 else "undecided", f"{reason}.")
+    claim = "The lecture's settings reach 98 % on MNIST."
+    verdict = judge(claim, results.mean(DEFAULT), "Test accuracy", above=CLAIMED - 0.005, metric=PERCENT)
+    if (source := _source(results)) == "mnist":
+        return verdict
+    return replace(verdict, outcome="undecided", reason=f"{verdict.reason} On {source}; MNIST takes --data mnist.")
 
 
 def _why_unlike(results: Results, arm: str) -> str:

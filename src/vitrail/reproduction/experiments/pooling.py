@@ -7,12 +7,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from vitrail.config import DataConfig
-from vitrail.reproduction.analysis import Analysis, Cell, Paragraph, Plot, Table, Verdict, compare
+from vitrail.reproduction.analysis import Analysis, Cell, Paragraph, Plot, Table, Verdict, compare, judge
 from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.curves import mean_curve
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Line, line_plot
-from vitrail.reproduction.results import Results, SeedMean
+from vitrail.reproduction.results import Results
 from vitrail.reproduction.scales import base_config, vary_model
 
 TOKEN, MEAN, ATTENTION = "class token", "mean", "attention"
@@ -99,34 +99,17 @@ def analyze(results: Results) -> Analysis:
 def _equal(claim: str, results: Results, best: dict[str, str], pooling: str) -> Verdict:
     """The verdict on "as good as the class token": the interval of the difference lies within the margin."""
     difference = results.difference(best[pooling], best[TOKEN]) if pooling in best and TOKEN in best else None
-    return equality(claim, difference, f"{pooling} minus {TOKEN}")
-
-
-def equality(claim: str, difference: SeedMean | None, name: str) -> Verdict:
-    if difference is None:
-        return Verdict(claim, "undecided", "too few of the runs are finished.")
-    reason = f"{name}: {100 * difference.value:+.2f} points"
-    if not difference.has_interval:
-        return Verdict(claim, "undecided", f"{reason} with one seed; more seeds give an interval.")
-    reason += (
-        f" ({100 * difference.low:+.2f} to {100 * difference.high:+.2f}, {difference.count} seeds); "
-        f"equal means within {100 * MARGIN:g}."
-    )
-    if difference.low > -MARGIN and difference.high < MARGIN:
-        return Verdict(claim, "holds", reason)
-    if difference.low > MARGIN or difference.high < -MARGIN:
-        return Verdict(claim, "does not hold", reason)
-    return Verdict(claim, "undecided", reason)
+    return judge(claim, difference, f"{pooling} minus {TOKEN}", above=-MARGIN, below=MARGIN)
 
 
 def _needs_own_rate(results: Results, rates: dict[str, float]) -> Verdict:
     claim = "The mean of the patches needs another learning rate: at the class token's it is worse than at its own."
     if TOKEN not in rates or MEAN not in rates:
-        return Verdict(claim, "undecided", "too few of the runs are finished.")
+        return Verdict(claim, "undecided", "Too few of the runs are finished.")
     if rates[TOKEN] == rates[MEAN]:
         sweep, compared = RATES[results.scale], compared_rates(results)
         step = (max(sweep) / min(sweep)) ** (1 / (len(sweep) - 1))
-        reason = f"both are best at {rates[MEAN]:g}; the sweep's steps (a factor of about {step:.0f}) may be too coarse"
+        reason = f"Both are best at {rates[MEAN]:g}; the sweep's steps (a factor of about {step:.0f}) may be too coarse"
         reason += " to see a difference of their rates."
         if len(compared) < len(sweep):
             reason += f" Only {len(compared)} of its {len(sweep)} rates are finished."

@@ -12,7 +12,7 @@ from vitrail.reproduction.analysis import Analysis, Paragraph, Plot, arm_table, 
 from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Panel, dot_plot
-from vitrail.reproduction.results import Results
+from vitrail.reproduction.results import Results, SeedMean, mean_difference
 from vitrail.reproduction.scales import LEARNING_RATES, base_config, vary_model
 
 NONE, DEFAULT = "none", "1-D, stem"
@@ -54,17 +54,16 @@ def arms(scale: Scale, data: DataConfig | None = None) -> list[Arm]:
 
 
 def analyze(results: Results) -> Analysis:
-    kinds = [results.mean(arm) for arm in PAPERS_KINDS]
-    without = results.mean(NONE)
-    known = [mean.value for mean in kinds if mean is not None]
-    gap = sum(known) / len(known) - without.value if known and without is not None else None
+    large = mean_difference(PAPERS_KINDS, [NONE])
     small = "With few patches and a short training, the encodings differ in how much there is to learn."
     verdicts = [
         compare("Positions matter: without them, accuracy is lower.", results.difference(DEFAULT, NONE), DEFAULT, NONE),
-        similar("The kind matters little: 1-D, 2-D and relative are alike.", results, PAPERS_KINDS, gap, why_not=small),
+        similar(
+            "The kind matters little: 1-D, 2-D and relative are alike.", results, PAPERS_KINDS, large, why_not=small
+        ),
         similar(
             "The place matters little: at the stem, at every layer, or shared by all layers.",
-            results, [name for name in ENCODINGS if name.startswith("1-D")], gap,
+            results, [name for name in ENCODINGS if name.startswith("1-D")], large,
         ),
     ]  # fmt: skip
     published = {"paper: ImageNet, 5-shot": {name: f"{100 * value:.2f}" for name, value in PUBLISHED.items()}}
@@ -77,17 +76,17 @@ def analyze(results: Results) -> Analysis:
                 "positions", "Accuracy by position encoding; bars are 95 % intervals over seeds.", lambda: plot(results)
             ),
             arm_table(results, caption, metrics, reference=NONE, published=published),
-            Paragraph(_note(results, gap)),
+            Paragraph(_note(results, results.contrast(large))),
         ],
     )
 
 
-def _note(results: Results, gap: float | None) -> str:
+def _note(results: Results, gap: SeedMean | None) -> str:
     text, papers = "", [PUBLISHED[name] for name in PAPERS_KINDS]
-    if gap is not None and gap > 0 and results.scale == "tiny":
+    if gap is not None and gap.value > 0 and results.scale == "tiny":
         published = sum(papers) / len(papers) - PUBLISHED[NONE]
         text = (
-            f"Without positions accuracy is {100 * gap:.1f} points lower than with 1-D, 2-D and relative ones on "
+            f"Without positions accuracy is {100 * gap.value:.1f} points lower than with 1-D, 2-D and relative ones on "
             f"average; in the paper it is {100 * published:.1f}. A patch of a digit is a stroke, which stands for "
             "nothing without its place, while the parts of an object in a photograph often tell what it is. "
         )

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from vitrail.config import DataConfig, TrainConfig
-from vitrail.reproduction.analysis import Analysis, Cell, Paragraph, Plot, Table, Verdict, arm_table, compare
+from vitrail.reproduction.analysis import Analysis, Cell, Paragraph, Plot, Table, Verdict, arm_table, compare, shrinks
 from vitrail.reproduction.arm import Arm, Scale
-from vitrail.reproduction.curves import contrast, curve_of_seed, geometric_mean, mean_curve, x_where
+from vitrail.reproduction.curves import curve_of_seed, geometric_mean, mean_curve, x_where
 from vitrail.reproduction.data_fractions import on_fraction
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Line, line_plot
@@ -124,9 +124,8 @@ def analyze(results: Results) -> Analysis:
         _worth_verdict(results, 100 * least),
         compare(f"Augmentation helps more than dropout and stochastic depth ({100 * least:g} % of the data).",
                 results.difference(few[AUGMENT], few[DROPOUT]), AUGMENT, "dropout"),
-        compare("With more data and the same number of steps, augmentation helps less.",
-                contrast(results, [few[AUGMENT], full[NONE]], [few[NONE], full[AUGMENT]]),
-                f"gain at {100 * least:g} %", "gain at 100 %"),
+        shrinks("With more data and the same number of steps, augmentation helps less.", results,
+                (few[AUGMENT], few[NONE]), (full[AUGMENT], full[NONE]), (f"at {100 * least:g} %", "at 100 %")),
     ]  # fmt: skip
     caption = "Test accuracy by treatment and number of training images, with 95 % intervals over seeds."
     return Analysis(

@@ -13,7 +13,7 @@ from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.edits import RESAMPLES
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Panel, dot_plot
-from vitrail.reproduction.results import Results
+from vitrail.reproduction.results import Results, mean_difference
 from vitrail.reproduction.scales import LEARNING_RATES, at_size, base_config, recipe_config
 
 PRETRAINED, SMALL, SCRATCH = "pre-training, small", "small size", "large size from scratch"
@@ -94,7 +94,6 @@ def _factors(size: str, positions: str) -> dict[str, str | float]:
 
 
 def analyze(results: Results) -> Analysis:
-    gap = results.difference(DEFAULT, CORNER)
     unneeded = "With few patches and a long fine-tuning, the model may learn its positions again."
     verdicts = [
         compare(
@@ -121,7 +120,7 @@ def analyze(results: Results) -> Analysis:
         ),
         similar(
             "After fine-tuning, the six conventions are alike, compared with what unscaled positions lose.",
-            results, RESAMPLES, None if gap is None else gap.value,
+            results, RESAMPLES, mean_difference([DEFAULT], [CORNER]),
         ),
         compare(
             "Pre-training small and fine-tuning large is better than training large from scratch for as many epochs.",

@@ -9,16 +9,15 @@ from functools import partial
 from matplotlib.figure import Figure
 
 from vitrail.config import DataConfig, ViTConfig, epochs
-from vitrail.reproduction.analysis import Analysis, Cell, Paragraph, Plot, Table, Verdict, arm_table, compare
+from vitrail.reproduction.analysis import Analysis, Cell, Paragraph, Plot, Table, Verdict, arm_table, compare, shrinks
 from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.compute_plot import Group, compute_plot
 from vitrail.reproduction.curves import (
     best_so_far,
-    contrast,
     geometric_mean,
     mean_curve,
     pareto_front,
-    slope_per_doubling,
+    slope_weights,
     x_where,
 )
 from vitrail.reproduction.experiment import Experiment
@@ -33,7 +32,7 @@ from vitrail.reproduction.network_families import (
     sizes,
 )
 from vitrail.reproduction.plots import Line, line_plot
-from vitrail.reproduction.results import Results, mean_over_seeds
+from vitrail.reproduction.results import Results, SeedMean, mean_difference
 from vitrail.reproduction.scales import LEARNING_RATES
 
 LENGTHS: dict[Scale, tuple[int, int]] = {"tiny": (10, 30), "gpu": (10, 30), "paper": (30, 90)}
@@ -171,11 +170,9 @@ def analyze(results: Results) -> Analysis:
 
 def _shape_verdicts(results: Results) -> list[Verdict]:
     groups, base = shape_arms(results.scale), base_name(results.scale)
-    depth, width = (_seed_slopes(results, dimension, "flops") for dimension in (DEPTH, WIDTH))
-    common = sorted(set(depth) & set(width))
-    slopes = mean_over_seeds([depth[seed] - width[seed] for seed in common]) if common else None
     return [
-        compare("Depth helps more than width, per doubling of the FLOPs.", slopes, DEPTH, WIDTH),
+        compare("Depth helps more than width, per doubling of the FLOPs.", _slope(results, "flops", DEPTH, WIDTH),
+                DEPTH, WIDTH),
         compare("Smaller patches help without more parameters.", results.difference(groups[PATCH][-1], base),
                 "smaller patches", "the base"),
         compare("Scaling all dimensions together helps.", results.difference(groups[ALL][-1], base),
@@ -187,45 +184,36 @@ def _family_verdicts(results: Results, short: int, long: int) -> list[Verdict]:
     scale, (first, last) = results.scale, (sizes(results.scale)[0], sizes(results.scale)[-1])
     cheap = {family: arm_name(family, first, short) for family in FAMILIES}
     costly = {family: arm_name(family, last, long) for family in FAMILIES}
-    difference = contrast(results, family_arms(scale, VIT), family_arms(scale, RESNET), average=True)
+    difference = results.contrast(mean_difference(family_arms(scale, VIT), family_arms(scale, RESNET)))
     return [
         compare("At equal compute ViTs are better than ResNets (mean over sizes and lengths).", difference, VIT, RESNET,
                 why_not="ResNets need less data, and there is little of it here."),
         compare(f"With little compute (small, {short} epochs) hybrids are better than ViTs.",
                 results.difference(cheap[HYBRID], cheap[VIT]), HYBRID, VIT),
-        _shrinks(results, cheap, costly, f"{last}, {long} epochs"),
+        shrinks(f"The advantage of hybrids shrinks with more compute ({last}, {long} epochs).", results,
+                (cheap[HYBRID], cheap[VIT]), (costly[HYBRID], costly[VIT]), ("with little compute", "with much")),
     ]  # fmt: skip
 
 
-def _shrinks(results: Results, cheap: dict[str, str], costly: dict[str, str], compute: str) -> Verdict:
-    claim = f"The advantage of hybrids shrinks with more compute ({compute})."
-    advantage = results.difference(cheap[HYBRID], cheap[VIT])
-    if advantage is not None and advantage.has_interval and advantage.low <= 0:
-        return Verdict(claim, "undecided", "With little compute there is no certain advantage that could shrink.")
-    contrasted = contrast(results, [cheap[HYBRID], costly[VIT]], [cheap[VIT], costly[HYBRID]])
-    return compare(claim, contrasted, "advantage with little compute", "with much")
-
-
-def _seed_slopes(results: Results, dimension: str, metric: str) -> dict[int, float]:
-    """Seed -> accuracy gained per doubling of the cost, from the base and the arms of a dimension."""
-    names = [base_name(results.scale), *shape_arms(results.scale)[dimension]]
-    found = costs(results, names, metric)
-    values = {arm: results.values(arm) for arm in found}
-    if len(found) < len(names):
-        return {}
-    seeds = set.intersection(*(set(of_seed) for of_seed in values.values()))
-    slopes = {seed: slope_per_doubling([(found[arm], values[arm][seed]) for arm in names]) for seed in sorted(seeds)}
-    return {seed: slope for seed, slope in slopes.items() if slope is not None}
+def _slope(results: Results, metric: str, dimension: str, minus: str | None = None) -> SeedMean | None:
+    """Accuracy gained per doubling of the cost, from the base and the arms of a dimension; less that of another."""
+    weights: dict[str, float] = {}
+    for sign, each in ((1.0, dimension), (-1.0, minus)):
+        if each is None:
+            continue
+        names = [base_name(results.scale), *shape_arms(results.scale)[each]]
+        slopes = slope_weights(costs(results, names, metric))
+        if set(slopes) != set(names):
+            return None
+        weights = {arm: weights.get(arm, 0.0) + sign * slopes.get(arm, 0.0) for arm in weights | slopes}
+    return results.contrast(weights)
 
 
 def _slopes(results: Results) -> Table:
-    rows: list[list[Cell]] = []
-    for dimension in DIMENSIONS:
-        row: list[Cell] = [dimension]
-        for metric in ("flops", "seconds"):
-            slopes = list(_seed_slopes(results, dimension, metric).values())
-            row.append(mean_over_seeds(slopes) if slopes else None)
-        rows.append(row)
+    rows: list[list[Cell]] = [
+        [dimension, *(_slope(results, metric, dimension) for metric in ("flops", "seconds"))]
+        for dimension in DIMENSIONS
+    ]
     columns = ["scaled dimension", "points per doubling of FLOPs", "points per doubling of time"]
     return Table("What each dimension is worth: points of accuracy per doubling of the cost.", columns, rows)
 

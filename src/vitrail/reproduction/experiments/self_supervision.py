@@ -13,7 +13,7 @@ from vitrail.reproduction.analysis import Analysis, Block, Cell, Paragraph, Plot
 from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Line, line_plot
-from vitrail.reproduction.results import Results, SeedMean
+from vitrail.reproduction.results import Results, SeedMean, mean_difference
 from vitrail.reproduction.scales import base_config, recipe_config, vary_model
 
 SCRATCH, SHORT, SUPERVISED = "from scratch", "from scratch, short", "supervised"
@@ -153,7 +153,6 @@ def analyze(results: Results) -> Analysis:
     def minus(one: str, other: str) -> SeedMean | None:
         return results.difference(arm_name(one, full), arm_name(other, full))
 
-    gain = minus(SUPERVISED, SCRATCH)
     pretraining, tuning, _ = STEPS[results.scale]
     verdicts = [
         compare(
@@ -167,7 +166,8 @@ def analyze(results: Results) -> Analysis:
         ),
         similar(
             "The three targets are alike, compared with what supervised pre-training gains over none.",
-            results, [arm_name(target, full) for target in TARGETS], None if gain is None else gain.value,
+            results, [arm_name(target, full) for target in TARGETS],
+            mean_difference([arm_name(SUPERVISED, full)], [arm_name(SCRATCH, full)]),
         ),
         compare("The regression of pixels is slightly worse than colors.", minus(COLOR, PIXELS), COLOR, PIXELS),
     ]  # fmt: skip
