@@ -85,7 +85,7 @@ def _facts(experiment: Experiment, results: Results, info: PageInfo) -> Iterator
     yield (
         "Intervals",
         "95 %, Student's t over seeds, with the sampling error of the test images added to that of accuracies; Welch's "
-        "between arms, where seeds count as varying by at least that error; with one seed, Wilson's interval of the images",
+        "between arms, where seeds vary by at least that error; with one seed, Wilson's interval of the images",
     )
     where = f", on {' and '.join(results.devices)}" if results.devices else ""
     yield "Time", f"{format_duration(results.seconds)} in all runs together{where}"
