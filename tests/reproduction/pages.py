@@ -32,7 +32,7 @@ TIMES = re.compile(
     rf"{NUMBER} \({NUMBER} to {NUMBER}\)(?= times)|^(?:at most |at least )?{NUMBER} \({NUMBER} to {NUMBER}\)$"
 )
 """Ratios of amounts of data, which test_regularization checks."""
-THIRD = re.compile(rf"a third of the difference they are compared with \(({NUMBER})\)")
+THIRD = re.compile(rf"a third of the difference that they are compared with \(({NUMBER})\)")
 TITLES = {
     "test accuracy, %": "test",
     "test accuracy": "test",

@@ -172,22 +172,21 @@ def similar(
     plain = {pair: results.contrast(weights) for pair, weights in pairs.items()}
     known = {pair: excess for pair, excess in plain.items() if excess is not None}
     (best, worst), excess = max(known.items(), key=lambda item: item[1].value)
+    third, largest = gap.value / 3, excess.value + gap.value / 3
     reason = (
-        f"The largest difference is {best} minus {worst}; less a third of the difference they are compared with "
-        f"({POINTS.number(gap.value / 3).lstrip('+')}) it is {POINTS.format(excess.value)}"
+        f"The largest difference is “{best}” minus “{worst}”, {100 * largest:.2f} points; less a third of the "
+        f"difference that they are compared with ({100 * third:.2f}), {POINTS.format(excess.value)}"
     )
     if not excess.has_interval:
         return Verdict(claim, "undecided", f"{reason} with one seed, without an interval.")
     num_pairs = len(pairs) // 2
-    strict = [results.contrast(weights, confidence=1 - 0.05 / num_pairs) for weights in pairs.values()]
     reason += f" ({POINTS.number(excess.low)} to {POINTS.number(excess.high)}, {excess.count} seeds)"
     if all(each.high < 0 for each in known.values()):
-        return Verdict(
-            claim, "holds", f"{reason}; all {num_pairs} pairs are below zero." if num_pairs > 1 else f"{reason}."
-        )
+        return Verdict(claim, "holds", f"{reason}{', and below zero in all pairs' * (num_pairs > 1)}.")
+    strict = [results.contrast(weights, confidence=1 - 0.05 / num_pairs) for weights in pairs.values()]
     if any(each.low > 0 for each in strict if each is not None):
-        corrected = f", also at the level for {num_pairs} pairs" if num_pairs > 1 else ""
-        return Verdict(claim, "does not hold", f"{reason}, above zero{corrected}. {why_not}".strip())
+        level = f", above zero at a level of 5 % / {num_pairs} pairs" if num_pairs > 1 else ""
+        return Verdict(claim, "does not hold", f"{reason}{level}. {why_not}".strip())
     return Verdict(claim, "undecided", f"{reason}.")
 
 

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from vitrail.explain.canvas import COLORS, DASHES, FAINT, INK, QUIET, new_figure, set_title
 from vitrail.reproduction.curves import pareto_front
-from vitrail.reproduction.plots import MARKERS
+from vitrail.reproduction.plots import MARKERS, outside_legend
 from vitrail.reproduction.results import SeedMean
 
 
@@ -67,10 +67,6 @@ def compute_plot(
         ax.spines["bottom"].set_color(QUIET)
         ax.tick_params(labelsize=9, colors=INK)
     panels[0].set_ylabel("test accuracy, %", color=INK)
-    handles, names = panels[0].get_legend_handles_labels()
-    if handles:
-        figure.legend(
-            handles, names, loc="outside right center", frameon=False, fontsize=9, labelcolor=INK, handlelength=3.2
-        )
+    outside_legend(figure, panels[0])
     set_title(figure, title, subtitle)
     return figure

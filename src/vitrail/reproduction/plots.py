@@ -22,8 +22,6 @@ class Panel:
     title: str
     means: Mapping[str, SeedMean | None]
     """Row -> its mean; rows without one stay empty."""
-    published: Mapping[str, float] | None = None
-    """Row -> the source's own value, drawn as an open circle; only if it is of the same data."""
 
 
 def dot_plot(
@@ -33,18 +31,20 @@ def dot_plot(
     subtitle: str,
     groups: Mapping[str, int] | None = None,
 ) -> Figure:
-    """One row for each arm and one panel for each metric, in percent. `groups`: row -> index of its color."""
+    """One row for each arm and one panel for each metric, in percent; metrics without a value have no panel.
+
+    groups: row -> index of its color.
+    """
+    panels = [panel for panel in panels if any(panel.means.values())] or panels[:1]
     figure = new_figure(3.0 + 2.9 * len(panels), 1.35 + 0.3 * len(rows))
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for ax, panel in zip(axes, panels, strict=True):
         for i, row in enumerate(rows):
-            mean, color = panel.means.get(row), COLORS[(groups or {}).get(row, 0) % len(COLORS)]
+            mean, color = panel.means.get(row), LINE_COLORS[(groups or {}).get(row, 0) % len(LINE_COLORS)]
             if mean is not None:
                 if mean.has_interval:
                     ax.plot([100 * mean.low, 100 * mean.high], [i, i], color=color, linewidth=5, alpha=0.3)
                 ax.plot(100 * mean.value, i, "o", color=color, markersize=6)
-            if panel.published and row in panel.published:
-                ax.plot(100 * panel.published[row], i, "o", color=color, markerfacecolor="none", markersize=6)
         ax.set_xlabel(panel.title, color=INK, fontsize=9)
         ax.grid(axis="x", color=FAINT, linewidth=0.7)
         _plain(ax)
@@ -74,8 +74,8 @@ def line_plot(
     percent: bool = True,
     x_ticks: Sequence[float] = (),
 ) -> Figure:
-    """Means over seeds with bands for their intervals; each line has its name at its end."""
-    figure = new_figure(6.6, 4.2)
+    """Means over seeds with bands for their intervals."""
+    figure = new_figure(7.6, 4.0)
     ax = figure.subplots()
     factor, drawn = 100.0 if percent else 1.0, [line for line in lines if line.points]
     for i, line in enumerate(drawn):
@@ -95,10 +95,18 @@ def line_plot(
     ax.set_ylabel(y_label, color=INK)
     ax.grid(color=FAINT, linewidth=0.7)
     _plain(ax)
-    if drawn:
-        ax.legend(frameon=False, fontsize=9, labelcolor=INK)
+    outside_legend(figure, ax)
     set_title(figure, title, subtitle)
     return figure
+
+
+def outside_legend(figure: Figure, ax: Axes) -> None:
+    """The names of the lines at the right of the axes, where they cover none."""
+    handles, names = ax.get_legend_handles_labels()
+    if handles:
+        figure.legend(
+            handles, names, loc="outside right center", frameon=False, fontsize=9, labelcolor=INK, handlelength=3.2
+        )
 
 
 def _plain(ax: Axes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -261,7 +262,7 @@ def _cost_table(results: Results, arms: Sequence[str]) -> Table:
             None if total is None else f"{total:.3g}",
             None if seconds is None else f"{seconds:,.1f}",
         ])  # fmt: skip
-    columns = ["", "FLOPs per image, million", "parameters, thousand", "training, 10^12 FLOPs", "training, s"]
+    columns = ["", "FLOPs per image, million", "parameters, thousand", "training, 10¹² FLOPs", "training, s"]
     return Table("Costs.", columns, rows)
 
 
@@ -273,7 +274,7 @@ def plot_families(results: Results) -> Figure:
         for i, family in enumerate(FAMILIES)
     ]
     arms = [arm for group in groups for arm in group.arms]
-    labels = {"training FLOPs, 10^12": "flops", "training time, s": "seconds"}
+    labels = {"training FLOPs, 10¹²": "flops", "training time, s": "seconds"}
     found = {label: costs(results, arms, metric) for label, metric in labels.items()}
     scores = {arm: mean for arm in arms if (mean := results.mean(arm)) is not None}
     return compute_plot(groups, found, scores, "Accuracy and compute", _subtitle(results))
@@ -288,8 +289,14 @@ def plot_shapes(results: Results, metric: str) -> Figure:
     label = {"flops": "FLOPs", "seconds": "time"}[metric]
     return line_plot(
         lines, f"Scaling one dimension: {label}", _subtitle(results), f"training {label}, base = 1",
-        "test accuracy, %", log_x=bool(unit), x_ticks=(1, 2, 4, 8) if unit else (),
+        "test accuracy, %", log_x=bool(unit), x_ticks=_powers_of_two([x for line in lines for x in line.points]),
     )  # fmt: skip
+
+
+def _powers_of_two(values: Sequence[float]) -> list[float]:
+    """Those around the values."""
+    exponents = [math.log2(value) for value in values] or [0.0]
+    return [2.0**i for i in range(math.floor(min(exponents)), math.ceil(max(exponents)) + 1)]
 
 
 def _subtitle(results: Results) -> str:
