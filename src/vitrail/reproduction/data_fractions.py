@@ -8,9 +8,9 @@ from vitrail.config import TrainConfig, epochs
 from vitrail.reproduction.arm import Scale
 
 Schedule = Literal["equal steps", "equal epochs"]
-NUM_EPOCHS: dict[Scale, int] = {"tiny": 20, "gpu": 20, "paper": 90}
+NUM_EPOCHS: dict[Scale, int] = {"tiny": 20, "gpu": 10, "paper": 90}
 """Epochs over all training images."""
-WARMUP_EPOCHS: dict[Scale, int] = {"tiny": 2, "gpu": 2, "paper": 3}
+WARMUP_EPOCHS: dict[Scale, int] = {"tiny": 2, "gpu": 1, "paper": 3}
 BATCH_SIZES: dict[Scale, int] = {"tiny": 64, "gpu": 256, "paper": 4096}
 """The same for all fractions; at most the number of images of the smallest."""
 

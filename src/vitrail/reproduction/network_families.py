@@ -68,23 +68,23 @@ def _tiny() -> dict[str, dict[str, Network]]:
 
 def _gpu() -> dict[str, dict[str, Network]]:
     def vit(**fields: Any) -> ViTConfig:
-        return ViTConfig(**{"image_size": 64, "num_classes": 0, "num_heads": 3, "activation": "gelu", **fields})
+        return ViTConfig(**{"image_size": 64, "num_classes": 0, "activation": "gelu", **fields})
 
-    small = {"width": 96, "mlp_dim": 384, "depth": 4}
-    base = {"width": 192, "mlp_dim": 768, "depth": 6}
-    large = {"width": 288, "mlp_dim": 1152, "depth": 9, "num_heads": 6}
-    resnet = BiTConfig(image_size=64, num_classes=0, layers=(2, 3, 3))
+    small = {"width": 64, "mlp_dim": 256, "depth": 4, "num_heads": 2}
+    base = {"width": 96, "mlp_dim": 384, "depth": 4, "num_heads": 3}
+    large = {"width": 192, "mlp_dim": 768, "depth": 6, "num_heads": 3}
+    resnet = BiTConfig(image_size=64, num_classes=0)
     return {
         VIT: {name: vit(patch_size=8, **f) for name, f in {"small": small, "base": base, "large": large}.items()},
         HYBRID: {
-            "small": vit(patch_size=1, stem=StemConfig(layers=(1, 1), width_factor=0.5), **small | {"depth": 2}),
-            "base": vit(patch_size=1, stem=StemConfig(layers=(1, 1)), **base | {"depth": 4}),
-            "large": vit(patch_size=1, stem=StemConfig(layers=(2, 2), width_factor=1.5), **large | {"depth": 5}),
+            "small": vit(patch_size=2, stem=StemConfig(layers=(1,), width_factor=0.5), **small | {"depth": 2}),
+            "base": vit(patch_size=1, stem=StemConfig(layers=(1, 1), width_factor=0.5), **base | {"depth": 2}),
+            "large": vit(patch_size=1, stem=StemConfig(layers=(1, 1)), **large | {"depth": 4}),
         },
         RESNET: {
-            "small": resnet.replace(width_factor=0.5, layers=(2, 2, 1)),
-            "base": resnet,
-            "large": resnet.replace(width_factor=1.5, layers=(4, 4, 4)),
+            "small": resnet.replace(width_factor=0.5, layers=(1, 1)),
+            "base": resnet.replace(width_factor=0.5, layers=(2, 2, 1)),
+            "large": resnet.replace(layers=(2, 3, 3)),
         },
     }
 

@@ -6,10 +6,18 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
 
 from vitrail.errors import ConfigError
 from vitrail.reproduction.arm import Arm, Trial, slug
 from vitrail.reproduction.results import Results
+
+WITHOUT_EFFECT = (
+    "name", "device", "data.root", "data.workers", "checkpoint_every", "compile", "grad_accum_steps",
+    "gradient_checkpointing", "log_every", "parallel", "trackers", "callbacks",
+)  # fmt: skip
+"""Settings that may differ between two trials with the same result up to rounding."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +94,13 @@ class Plan:
 
 
 def settings_digest(trial: Trial) -> str:
-    """Digest of everything that determines a trial's result, without names and paths."""
+    """Digest of everything that determines a trial's result, without names, paths and how the work is divided."""
     config = trial.config().to_dict()
-    for name in ("name", "device"):
-        config.pop(name)
+    for name in WITHOUT_EFFECT:
+        *parents, last = name.split(".")
+        reduce(getitem, parents, config).pop(last)
     if trial.arm.parent is not None:  # whose model has a path that is not the same in every folder
         config.pop("init_from") if trial.arm.parent_setting == "init_from" else config["distill"].pop("teacher")
-    for name in ("root", "workers"):
-        config["data"].pop(name)
     described = {
         "config": config,
         "parent": trial.arm.parent,

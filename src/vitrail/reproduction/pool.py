@@ -18,6 +18,7 @@ from vitrail.reproduction.worker import Task
 
 EXIT_TIMEOUT_S = 60.0
 """Seconds that a stopped worker may take to save its checkpoint."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
 
 Reply = dict[str, Any]
 """key, and result, error or stopped."""
@@ -93,7 +94,7 @@ class WorkerPool:
     def _start(self) -> subprocess.Popen[str]:
         environment: Mapping[str, str] = os.environ
         if self.threads:
-            environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads)}
+            environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(self.threads))}
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "vitrail.reproduction.worker"],

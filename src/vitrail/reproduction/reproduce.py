@@ -103,13 +103,13 @@ def reproduce(
         name=name, scale=scale, seeds=seeds, overrides=overrides, out=out, data=data, part=part, join=join,
         budget_s=budget_s, jobs=jobs, device=device,
     )  # fmt: skip
-    if request.resolved_scale == "gpu" and request.device_kind == "cpu":
-        raise ConfigError("--scale gpu takes hours without a GPU; try --scale tiny, or --device.")
     arms = request.arms()
     request.folder.mkdir(parents=True, exist_ok=True)
     with _lock(request.folder):
         join_trials(join, request.folder, arms)
         session = open_session(request)
+        if request.resolved_scale == "gpu" and request.device_kind == "cpu" and session.unfinished:
+            raise ConfigError("--scale gpu takes hours without a GPU; try --scale tiny, or --device.")
         if request.resolved_scale == "paper":
             check_feasible(request)
         _run_trials(session, request, on_progress)

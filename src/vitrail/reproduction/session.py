@@ -163,6 +163,11 @@ class Session:
     def trials_folder(self) -> Path:
         return self.out / "trials"
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether a trial of the plan is left to run."""
+        return self.plan.next_trial(self.results, ()) is not None
+
     def result_path(self, trial: Trial) -> Path:
         return self.trials_folder / f"{trial.key}.json"
 

@@ -17,7 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from vitrail.config import TrainConfig
 
 Task = dict[str, Any]
 """key, arm, lr, seed, settings, parent, folder, config, edit, measures, threads."""
@@ -85,11 +88,13 @@ def _train_and_measure(task: Task) -> dict[str, Any]:
 
     if task["threads"]:
         torch.set_num_threads(task["threads"])
+    torch.compiler.reset()  # else the networks of earlier trials count towards the limit of recompilations
     folder, config = Path(task["folder"]), TrainConfig.from_dict(task["config"])
     if task["edit"] is not None:
         assert config.init_from is not None
         start = edit_model(task["edit"], Path(config.init_from), folder / "start", config)
         config = config.replace(init_from=str(start))
+    _update_paths(folder, config)
     run = train(config, out=folder, auto_resume=True, report=False)
     if run.stop_reason not in (None, "patience"):
         return {"stopped": run.stop_reason}
@@ -119,6 +124,16 @@ def _train_and_measure(task: Task) -> dict[str, Any]:
     )
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)  # the trial is finished; its checkpoints are large
     return {"result": asdict(result)}
+
+
+def _update_paths(folder: Path, config: TrainConfig) -> None:
+    """Replace the paths of parents' models in an unfinished run, which may have been moved with its parents."""
+    from vitrail.runs.run_folder import RunFolder
+
+    run = RunFolder(folder)
+    if run.started and not run.finished:
+        distill = run.read_config().distill.replace(teacher=config.distill.teacher)
+        run.reopen(run.read_config().replace(init_from=config.init_from, distill=distill.to_dict()))
 
 
 def _device_name(device: str) -> str:

@@ -33,7 +33,7 @@ STUDENTS = (
 """The most telling first."""
 RESNETS: dict[Scale, tuple[BiTConfig, int]] = {
     "tiny": (BiTConfig(layers=(1, 1), width_factor=0.5), 16),
-    "gpu": (BiTConfig(layers=(2, 2, 2), width_factor=1.0), 64),
+    "gpu": (BiTConfig(layers=(2, 2, 2), width_factor=0.5), 64),
     "paper": (BiTConfig(layers=(3, 4, 6, 3)), 224),
 }
 """The ResNet teacher and its image size."""

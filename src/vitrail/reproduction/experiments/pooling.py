@@ -23,7 +23,7 @@ POOLINGS: dict[str, dict[str, Any]] = {
 }
 RATES: dict[Scale, tuple[float, ...]] = {
     "tiny": (3e-3, 1e-3, 1e-2, 3e-4, 3e-2),
-    "gpu": (1e-3, 5e-4, 2e-3, 2.5e-4, 4e-3),
+    "gpu": (2e-3, 1e-3, 4e-3, 5e-4, 8e-3),
     "paper": (8e-4, 3e-4, 1.6e-3),
 }
 """The sweep, the most likely first. `paper`: the two rates of Fig. 9 and one above."""

@@ -20,7 +20,7 @@ NONE, DECAY, DROPOUT, AUGMENT = "none", "weight decay", "dropout, stochastic dep
 TREATMENTS = (NONE, AUGMENT, DROPOUT, DECAY)
 FRACTIONS: dict[Scale, tuple[float, ...]] = {
     "tiny": (0.1, 0.3, 1.0),
-    "gpu": (0.03, 0.1, 0.3, 1.0),
+    "gpu": (0.1, 0.3, 1.0),
     "paper": (0.1, 1.0),
 }
 """Fractions of the training images. `paper`: ImageNet-1k has a tenth of the images of ImageNet-21k."""

@@ -30,11 +30,11 @@ DEFAULT, BILINEAR, BICUBIC = "google", "timm-npz", "huggingface"
 """The original's convention, and two that differ in the kernel only."""
 SIZES: dict[Scale, tuple[int, int]] = {"tiny": (8, 12), "gpu": (20, 32), "paper": (224, 384)}
 """Image sizes of pre-training and fine-tuning, in pixels."""
-FINETUNE_EPOCHS: dict[Scale, tuple[float, float]] = {"tiny": (12, 1), "gpu": (5, 0.5), "paper": (25, 0)}
+FINETUNE_EPOCHS: dict[Scale, tuple[float, float]] = {"tiny": (12, 1), "gpu": (4, 0.4), "paper": (25, 0)}
 """Length of fine-tuning and of its warm-up."""
 FINETUNE_RATES: dict[Scale, tuple[float, ...]] = {
     "tiny": (1e-3, 3e-4, 3e-3),
-    "gpu": (3e-4, 1e-4, 1e-3),
+    "gpu": (5e-4, 2e-4, 1e-3),
     "paper": (1e-5, 5e-6, 2e-5),
 }
 PUBLISHED = {PRETRAINED: "81.8", BICUBIC: "83.1"}

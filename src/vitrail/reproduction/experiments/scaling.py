@@ -36,14 +36,14 @@ from vitrail.reproduction.plots import Line, line_plot
 from vitrail.reproduction.results import Results, SeedMean, mean_difference
 from vitrail.reproduction.scales import LEARNING_RATES
 
-LENGTHS: dict[Scale, tuple[int, int]] = {"tiny": (10, 30), "gpu": (10, 30), "paper": (30, 90)}
+LENGTHS: dict[Scale, tuple[int, int]] = {"tiny": (10, 30), "gpu": (3, 10), "paper": (30, 90)}
 """Epochs of the short and of the long runs."""
 DEPTH, WIDTH, MLP, PATCH, ALL = "depth", "width", "MLP width", "patch size", "all together"
 DIMENSIONS = (DEPTH, WIDTH, MLP, PATCH, ALL)
 FIELDS = {DEPTH: "depth", WIDTH: "width", MLP: "mlp_dim", PATCH: "patch_size"}
 VALUES: dict[Scale, dict[str, tuple[int, ...]]] = {
     "tiny": {DEPTH: (4, 8), WIDTH: (52, 80), MLP: (128, 256), PATCH: (2,)},
-    "gpu": {DEPTH: (8, 16), WIDTH: (156, 252), MLP: (768, 1536), PATCH: (4,)},
+    "gpu": {DEPTH: (8, 16), WIDTH: (104, 168), MLP: (512, 1024), PATCH: (4,)},
     "paper": {DEPTH: (16, 32), WIDTH: (2048,), MLP: (4096, 8192), PATCH: (16,)},
 }
 """What each dimension of the base is scaled to."""

@@ -33,20 +33,20 @@ HALF = 0.5
 """The first half of the training images is for pre-training, the other for fine-tuning."""
 STEPS: dict[Scale, tuple[int, int, int]] = {
     "tiny": (600, 200, 20),
-    "gpu": (4000, 1000, 100),
+    "gpu": (1500, 400, 40),
     "paper": (100_000, 20_000, 500),
 }
 """Number of steps of pre-training, of fine-tuning, and of its warm-up."""
-PRETRAIN_RATES: dict[Scale, tuple[float, float]] = {"tiny": (3e-3, 3e-3), "gpu": (1e-3, 1e-3), "paper": (2e-4, 1e-3)}
+PRETRAIN_RATES: dict[Scale, tuple[float, float]] = {"tiny": (3e-3, 3e-3), "gpu": (1e-3, 2e-3), "paper": (2e-4, 1e-3)}
 """Learning rate of masked patch prediction and of supervised pre-training; not selected."""
 FINETUNE_RATES: dict[Scale, tuple[float, ...]] = {
     "tiny": (1e-3, 3e-3),
-    "gpu": (3e-4, 1e-3, 1e-4),
+    "gpu": (1e-3, 5e-4, 2e-3),
     "paper": (0.01, 0.003, 0.03),
 }
 SCRATCH_RATES: dict[Scale, tuple[float, ...]] = {
     "tiny": (3e-3, 1e-3),
-    "gpu": (1e-3, 5e-4, 2e-3),
+    "gpu": (2e-3, 1e-3, 4e-3),
     "paper": (1e-3, 3e-4, 3e-3),
 }
 """As many as for fine-tuning."""
