@@ -163,6 +163,14 @@ def test_the_summary_counts_outcomes():
     assert summary() == "no result yet"
 
 
+def test_the_agreement_names_what_does_not_agree_and_what_is_open():
+    verdicts = [Verdict(f"Claim {i}.", outcome, "") for i, outcome in enumerate((HOLDS, FAILS, OPEN, HOLDS, FAILS))]
+    assert Analysis(verdicts, []).agreement == (
+        "2 of 5 claims agree with the source. These do not: “Claim 1”; “Claim 4”. These runs do not decide: “Claim 2”."
+    )
+    assert Analysis(verdicts[:1], []).agreement == "1 of 1 claims agree with the source."
+
+
 # The table of arms
 
 

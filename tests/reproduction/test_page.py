@@ -33,7 +33,8 @@ TABLE = Table(
 
 
 def analysis(*blocks: object, verdicts: tuple[Verdict, ...] = ()) -> Analysis:
-    return Analysis(verdicts or (Verdict("A claim.", "holds", "a minus b: +1.00 points."),), blocks)  # type: ignore[arg-type]
+    verdicts = verdicts or (Verdict("A claim.", "holds", "a minus b: +1.00 points."),)
+    return Analysis(verdicts, blocks, "Ours are smaller.")  # type: ignore[arg-type]
 
 
 def write(out: Path, found: Analysis, results: Results = RESULTS, **changes: object) -> Path:
@@ -58,6 +59,9 @@ def test_both_files_have_the_same_tables_verdicts_and_facts(tmp_path: Path):
     out = write(tmp_path, analysis(TABLE, Paragraph("Plain."), TABLE, verdicts=verdicts))
     html, markdown = read_html(out), read_markdown(out)
     assert html == markdown
+    for text in ((out / "index.html").read_text(), (out / "page.md").read_text()):
+        assert "1 of 3 claims agree with the source." in text
+        assert "Ours are smaller." in text
     assert html.tables[0].columns == ["arm", "accuracy, %", "paper"]
     assert html.tables[0].rows == [["a", "62.50 -50.00 to 125.00", "64.2"], ["b", "25.00", "–"], ["c", "–", "–"]]
     assert html.verdicts == [(v.outcome, v.claim, v.reason) for v in verdicts]

@@ -9,6 +9,7 @@ import pytest
 from reproduction.synthetic import make_result
 
 from vitrail.config import ViTConfig
+from vitrail.reproduction.analysis import Paragraph
 from vitrail.reproduction.arm import SCALES, Scale, Trial
 from vitrail.reproduction.experiments.regularization import (
     AUGMENT,
@@ -129,6 +130,16 @@ def test_the_paper_s_finding_is_recognized():
 def test_verdicts_flip_with_the_results():
     hurts_least_data = made_up(lambda t, fraction: 0.0 if t != AUGMENT else (0.1 if fraction == 1 else -0.1))
     assert outcomes(hurts_least_data) == ["does not hold"] * 4
+
+
+def test_overfitting_is_mentioned_only_where_a_treatment_helps_with_all_the_data():
+    def text(gain: float) -> str:
+        blocks = analyze(made_up(lambda t, fraction: gain * (t == AUGMENT))).blocks
+        return next(block.text for block in blocks if isinstance(block, Paragraph))
+
+    assert "may still overfit" in text(0.05)
+    for gain in (0.0, -0.05):
+        assert "overfit" not in text(gain)
 
 
 @pytest.mark.parametrize("skip", [NONE, AUGMENT, "10 %", "100 %"])

@@ -188,5 +188,13 @@ def test_a_resnet_that_changes_one_prediction_in_a_thousand_is_not_invariant():
     assert outcomes(made_up(**{RES: {"agreement, 1 px": 0.999}}))[5] == "holds"
 
 
+def test_a_claim_about_every_kind_of_positions_needs_all_of_them():
+    whole = made_up()
+    some = Results(arms("tiny"), "tiny", [trial for trial in whole.trials.values() if trial.arm != "rotary"])
+    verdict = analyze(some).verdicts[1]
+    assert verdict.outcome == "undecided"
+    assert verdict.reason.endswith("Not finished: rotary.")
+
+
 def test_nothing_is_decided_without_results():
     assert outcomes(Results(arms("tiny"), "tiny", [])) == ["undecided"] * 6

@@ -88,6 +88,8 @@ class Analysis:
     verdicts: Sequence[Verdict]
     blocks: Sequence[Block]
     """The first plot is the one that the overview shows."""
+    differences: str = ""
+    """How these runs differ from the source's, which may be why results do."""
 
     @property
     def summary(self) -> str:
@@ -96,6 +98,21 @@ class Analysis:
         words = {"holds": ("holds", "hold"), "does not hold": ("does not hold", "do not hold")}
         parts = [f"{n} {words.get(outcome, (outcome,) * 2)[n > 1]}" for outcome, n in counts.items() if n]
         return ", ".join(parts) or "no result yet"
+
+    @property
+    def agreement(self) -> str:
+        """Which claims agree with the source and which do not, in plain sentences."""
+        claims = {outcome: [v.claim.rstrip(".") for v in self.verdicts if v.outcome == outcome] for outcome in OUTCOMES}
+        found = [f"{len(claims['holds'])} of {len(self.verdicts)} claims agree with the source."]
+        if claims["does not hold"]:
+            found.append(f"These do not: {_quoted(claims['does not hold'])}.")
+        if claims["undecided"]:
+            found.append(f"These runs do not decide: {_quoted(claims['undecided'])}.")
+        return " ".join(found)
+
+
+def _quoted(texts: Sequence[str]) -> str:
+    return "; ".join(f"“{text}”" for text in texts)
 
 
 OUTCOMES: tuple[Outcome, ...] = ("holds", "does not hold", "undecided")

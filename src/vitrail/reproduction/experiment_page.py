@@ -151,6 +151,7 @@ def _html(
         )
         for v in analysis.verdicts
     ]
+    summary = [tag("p", text, cls="prose") for text in (analysis.agreement, analysis.differences) if text]
     blocks = []
     for block in analysis.blocks:
         if isinstance(block, Plot):
@@ -164,7 +165,7 @@ def _html(
     rows = [tag("tr", tag("th", name, scope="row"), tag("td", value)) for name, value in about]
     body = join(
         header,
-        tag("section", tag("h2", "Verdict"), tag("ul", *verdicts, cls="verdicts")),
+        tag("section", tag("h2", "Verdict"), tag("ul", *verdicts, cls="verdicts"), *summary),
         tag("section", tag("h2", "Results"), *blocks),
         tag("section", tag("h2", "How this was measured"), tag("table", *rows, cls="about")),
         tag("footer", tag("p", "This file is self-contained; results.json beside it has all numbers.")),
@@ -196,6 +197,7 @@ def _markdown(experiment: Experiment, results: Results, analysis: Analysis, abou
     lines = [f"# {experiment.title}", "", f"> {experiment.claim}", ">", f"> {experiment.source}", ""]
     lines += ["| | claim | numbers |", "| --- | --- | --- |"]
     lines += [f"| **{v.outcome}** | {_escape(v.claim)} | {_escape(v.reason)} |" for v in analysis.verdicts]
+    lines += ["", analysis.agreement, *(["", analysis.differences] if analysis.differences else [])]
     for block in analysis.blocks:
         lines.append("")
         if isinstance(block, Plot):

@@ -284,6 +284,14 @@ class Results:
         return f"{source}, {self.num_seeds} seed{'s' * (self.num_seeds != 1)}"
 
     @property
+    def setting(self) -> str:
+        """The networks and the data: `networks of 0.1 to 2 million parameters on cifar10`."""
+        sizes = [trial.parameters / 1e6 for trial in self.trials.values() if trial.parameters]
+        found = [f"{size:.2g}" for size in dict.fromkeys((min(sizes), max(sizes)))] if sizes else []
+        shown = f" of {' to '.join(found)} million parameters" if found else ""
+        return f"networks{shown} on {next(iter(self.arms.values())).config.data.source}"
+
+    @property
     def finished_arms(self) -> list[str]:
         """Names of the arms with a test accuracy, in the experiment's order."""
         return [name for name in self.arms if self.values(name)]

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from vitrail.config import BiTConfig, DataConfig, TrainConfig, epochs
 from vitrail.recipes.imagenet import deit_s16
-from vitrail.reproduction.analysis import Analysis, Block, Cell, Paragraph, Plot, Table, compare
+from vitrail.reproduction.analysis import Analysis, Block, Cell, Plot, Table, compare
 from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Panel, dot_plot
@@ -119,8 +119,7 @@ def analyze(results: Results) -> Analysis:
         why_not="Its inductive bias may help less on images of so few patches.",
     )  # fmt: skip
     weaker = compare(
-        "A convnet that is trained less, so that its accuracy is nearer to the transformer's, is also the better "
-        "teacher.",
+        "A convnet that is trained less is also a better teacher than a transformer.",
         results.difference(student_name(WEAK_BIT, TOKEN), other), "its student", "the ViT's student",
     )  # fmt: skip
     verdicts = [
@@ -153,7 +152,7 @@ def analyze(results: Results) -> Analysis:
         "as the BiT teacher, right or wrong."
     )
     blocks: list[Block] = [Plot("distillation", caption, lambda: plot(results)), _table(results), _agreements(results)]
-    return Analysis(verdicts, [*blocks, Paragraph(_note(results))])
+    return Analysis(verdicts, blocks, _differences(results))
 
 
 def agreements(results: Results, arm: str, other: str, head: str = "predicted") -> Sample | None:
@@ -223,8 +222,9 @@ def _teachers(results: Results, teachers: Sequence[str] = TEACHERS) -> str:
     return f"Accuracy of the teachers: {', '.join(known)} %." if known else ""
 
 
-def _note(results: Results) -> str:
+def _differences(results: Results) -> str:
     text = (
+        f"DeiT trains on ImageNet; here it is {results.setting}. "
         "Teachers and students are trained on the same images, as in DeiT. The ViT teacher is the student's own "
         "network, trained without a teacher. "
     )
@@ -240,11 +240,11 @@ def _note(results: Results) -> str:
     if known:
         text += f"With a token and hard labels a student gains, by teacher: {', '.join(known)} points. "
     text += (
-        "DeiT trains on ImageNet for 300 epochs with strong augmentation; there the teacher sees crops that no longer "
-        "show the labeled object, and corrects the label. Small centered images may show this effect less."
+        "DeiT trains for 300 epochs with strong augmentation; there the teacher sees crops that no longer show the "
+        "labeled object, and corrects the label. Small centered images may show this effect less."
     )
     if results.arms[NONE].config.data.fraction == TINY_FRACTION:
-        text += f" {100 * TINY_FRACTION:g} % of the digits are used, because with all of them there is little to gain."
+        text += f" {100 * TINY_FRACTION:g} % of the digits are used, so that there is something to gain."
     return text
 
 

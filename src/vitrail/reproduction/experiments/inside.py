@@ -20,7 +20,6 @@ from vitrail.reproduction.analysis import (
     Analysis,
     Block,
     Metric,
-    Paragraph,
     Plot,
     Table,
     Verdict,
@@ -104,7 +103,7 @@ def analyze(results: Results) -> Analysis:
         arrays = results.arrays(name)
         if arrays:
             blocks += figure_blocks(results, name, arrays)
-    return Analysis(verdicts(results), [*blocks, Paragraph(_note(results))])
+    return Analysis(verdicts(results), blocks, _differences(results))
 
 
 def verdicts(results: Results) -> list[Verdict]:
@@ -116,7 +115,7 @@ def verdicts(results: Results) -> list[Verdict]:
     )  # fmt: skip
     if untrained_head is not None:
         lowest = replace(lowest, reason=f"{lowest.reason} Before training: {PLAIN.format(untrained_head.value)}.")
-    unlike = "A model that has learned little from few images keeps much of its initial weights."
+    unlike = "A model that has learned little from few images may keep much of its initial weights."
     return [
         judge(
             "Attention distance grows with depth.",
@@ -141,7 +140,7 @@ def verdicts(results: Results) -> list[Verdict]:
         judge(
             "The model attends to regions that matter for the class.", results.mean(arm, "rollout gain"),
             "Area under the deletion curve, random order minus rollout", above=0.0, metric=PLAIN,
-            why_not="The class probability falls as fast when random patches are masked.",
+            why_not="The class probability falls at least as fast when random patches are masked.",
         ),
     ]  # fmt: skip
 
@@ -241,7 +240,7 @@ def trend(results: Results) -> Figure:
     return line_plot(lines, "Attention distance", subtitle, "layer", label, percent=False, x_ticks=ticks)
 
 
-def _note(results: Results) -> str:
+def _differences(results: Results) -> str:
     config = results.arms[PAPERS].config
     model = config.model
     assert isinstance(model, ViTConfig)

@@ -135,9 +135,8 @@ def analyze(results: Results) -> Analysis:
         structure_table(results, shown, early),
         Paragraph(_meaning(results)),
         Paragraph(_slides(results, early)),
-        Paragraph(_differences(results)),
     ]
-    return Analysis(verdicts(results, shown), blocks)
+    return Analysis(verdicts(results, shown), blocks, _differences(results))
 
 
 def verdicts(results: Results, shown: str) -> list[Verdict]:

@@ -83,16 +83,13 @@ def analyze(results: Results) -> Analysis:
             _best_table(results, best),
             _sweep_table(results),
             Paragraph(_edges(results, rates)),
-            Paragraph(
-                "The paper shows 5-shot accuracy on ImageNet during the pre-training of a ViT on JFT-300M, for two "
-                "learning rates of the mean and one of the class token, in a figure without numbers. Here a small "
-                "model is trained on a small dataset, and each pooling has the same sweep of learning rates with every "
-                "seed at every rate; its own rate is the one with the highest mean accuracy on held-out training "
-                "images. Attention pooling (one learned query over the patches, then an MLP) is later work and has "
-                f"more parameters. Accuracies within {100 * MARGIN:g} point are called equal. Only rates that every "
-                "pooling has finished are compared."
-            ),
         ],
+        "The paper shows 5-shot accuracy on ImageNet during the pre-training of a ViT on JFT-300M, for two learning "
+        f"rates of the mean and one of the class token, in a figure without numbers. Here it is {results.setting}, "
+        "and each pooling has the same sweep of learning rates with every seed at every rate; its own rate is the one "
+        "with the highest mean accuracy on held-out training images. Attention pooling (one learned query over the "
+        f"patches, then an MLP) is later work and has more parameters. Accuracies within {100 * MARGIN:g} point are "
+        "called equal. Only rates that every pooling has finished are compared.",
     )
 
 
@@ -149,7 +146,7 @@ def _edges(results: Results, rates: dict[str, float]) -> str:
     for pooling, rate in rates.items():
         means = [results.mean(arm_name(pooling, other)) for other in sweep]
         values = [mean.value for mean in means if mean is not None]
-        text = f"{pooling.capitalize()}: best at {rate:g}"
+        text = f"{pooling.capitalize()}: best on held-out images at {rate:g}"
         if len(values) > 1:
             text += f"; over the sweep its test accuracy varies by {100 * (max(values) - min(values)):.2f} points"
         if rate in (min(sweep), max(sweep)) and len(values) == len(sweep):

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from vitrail.config import DataConfig
-from vitrail.reproduction.analysis import Analysis, Paragraph, Plot, arm_table, compare, similar
+from vitrail.reproduction.analysis import Analysis, Plot, arm_table, compare, similar
 from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Panel, dot_plot
@@ -55,7 +55,7 @@ def arms(scale: Scale, data: DataConfig | None = None) -> list[Arm]:
 
 def analyze(results: Results) -> Analysis:
     large = mean_difference(PAPERS_KINDS, [NONE])
-    small = "With few patches and a short training, the encodings differ in how much there is to learn."
+    small = "With few patches and a short training, it may matter how much of an encoding has to be learned."
     verdicts = [
         compare("Positions matter: without them, accuracy is lower.", results.difference(DEFAULT, NONE), DEFAULT, NONE),
         similar(
@@ -76,25 +76,28 @@ def analyze(results: Results) -> Analysis:
                 "positions", "Accuracy by position encoding; bars are 95 % intervals over seeds.", lambda: plot(results)
             ),
             arm_table(results, caption, metrics, reference=NONE, published=published),
-            Paragraph(_note(results, results.contrast(large))),
         ],
+        _differences(results, results.contrast(large)),
     )
 
 
-def _note(results: Results, gap: SeedMean | None) -> str:
-    text, papers = "", [PUBLISHED[name] for name in PAPERS_KINDS]
-    if gap is not None and gap.value > 0 and results.scale == "tiny":
-        published = sum(papers) / len(papers) - PUBLISHED[NONE]
+def _differences(results: Results, gap: SeedMean | None) -> str:
+    text, published = "", sum(PUBLISHED[name] for name in PAPERS_KINDS) / len(PAPERS_KINDS) - PUBLISHED[NONE]
+    if gap is not None:
         text = (
-            f"Without positions accuracy is {100 * gap.value:.1f} points lower than with 1-D, 2-D and relative ones on "
-            f"average; in the paper it is {100 * published:.1f}. A patch of a digit is a stroke, which stands for "
-            "nothing without its place, while the parts of an object in a photograph often tell what it is. "
+            f"The mean of 1-D, 2-D and relative positions minus no positions is {100 * gap.value:+.1f} points; in the "
+            f"paper it is {100 * published:+.1f}. "
         )
+        if results.scale == "tiny" and gap.has_interval and gap.low > published:
+            text += (
+                "One reason may be that a patch of a digit is a stroke, which means little without its place, while "
+                "the parts of an object in a photograph often tell what it is. "
+            )
     return text + (
         "The paper measures 5-shot accuracy on ImageNet after pre-training a B/16 on JFT with 196 patches per image; "
-        "the numbers here are of a small model trained on a small dataset, so only their differences can be compared. "
-        "Relative positions change the attention weights only; tokens carry no position themselves. Sin-cos and "
-        "rotary encodings are later work and not in the paper's table."
+        f"here it is {results.setting}, so only differences can be compared. Relative positions change the attention "
+        "weights only; tokens carry no position themselves. Sin-cos and rotary encodings are later work and not in the "
+        "paper's table."
     )
 
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from vitrail.config import DataConfig, TrainConfig, epochs, pair
 from vitrail.recipes.imagenet import deit_s16
-from vitrail.reproduction.analysis import Analysis, Paragraph, Plot, arm_table, compare, similar
+from vitrail.reproduction.analysis import Analysis, Plot, arm_table, compare, similar
 from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.edits import RESAMPLES
 from vitrail.reproduction.experiment import Experiment
@@ -137,10 +137,10 @@ def analyze(results: Results) -> Analysis:
         published={"DeiT-B on ImageNet": PUBLISHED},
     )
     caption = "Test accuracy before and after fine-tuning, by what becomes of the positions."
-    return Analysis(verdicts, [Plot("resolution", caption, lambda: plot(results)), table, Paragraph(_note(results))])
+    return Analysis(verdicts, [Plot("resolution", caption, lambda: plot(results)), table], _differences(results))
 
 
-def _note(results: Results) -> str:
+def _differences(results: Results) -> str:
     small, large = SIZES[results.scale]
     model = results.arms[PRETRAINED].config.model
     patch = pair(getattr(model, "patch_size", 1))[0]
@@ -160,8 +160,8 @@ def _note(results: Results) -> str:
         best = max(before, key=lambda name: before[name])
         spread, left = (100 * (max(values.values()) - min(values.values())) for values in (before, after))
         text += (
-            f"The conventions differ by {spread:.2f} points before fine-tuning, where {best} is best, and by "
-            f"{left:.2f} points after it."
+            f"The conventions differ by {spread:.2f} points before fine-tuning, where {best} has the highest mean, "
+            f"and by {left:.2f} points after it."
         )
     return text
 

@@ -158,14 +158,12 @@ def analyze(results: Results) -> Analysis:
             _cost_table(results, [*families, *(arm for arm in shapes if arm not in families)]),
             Table("The paper's Table 6: 7 epochs of pre-training on JFT.",
                   ["", "ImageNet, fine-tuned, %", "pre-training, exaFLOPs"], [list(row) for row in TABLE_6]),
-            Paragraph(
-                "The paper pre-trains on JFT-300M for 7 or 14 epochs and fine-tunes (Fig. 5), or measures 5-shot "
-                "accuracy (Fig. 8, from 8 layers, width 1024, MLP width 2048 and patches of 32 px). Here small models "
-                "are trained on a small dataset, for which data and not compute may be the limit; the accuracy is that "
-                "on its test images. FLOPs are those of forward and backward pass; seconds are of runs that share the "
-                "machine with others and depend on how well small networks use it."
-            ),
         ],
+        "The paper pre-trains on JFT-300M for 7 or 14 epochs and fine-tunes (Fig. 5), or measures 5-shot accuracy "
+        f"(Fig. 8, from 8 layers, width 1024, MLP width 2048 and patches of 32 px). Here it is {results.setting}, for "
+        "which data and not compute may be the limit; the accuracy is that on its test images. FLOPs are those of "
+        "forward and backward pass; seconds are of runs that share the machine with others and depend on how well "
+        "small networks use it.",
     )  # fmt: skip
 
 
@@ -188,7 +186,7 @@ def _family_verdicts(results: Results, short: int, long: int) -> list[Verdict]:
     difference = results.contrast(mean_difference(family_arms(scale, VIT), family_arms(scale, RESNET)))
     return [
         compare("At equal compute ViTs are better than ResNets (mean over sizes and lengths).", difference, VIT, RESNET,
-                why_not="ResNets need less data, and there is little of it here."),
+                why_not="ResNets need less data than ViTs, and there may be too little here."),
         compare(f"With little compute (small, {short} epochs) hybrids are better than ViTs.",
                 results.difference(cheap[HYBRID], cheap[VIT]), HYBRID, VIT),
         shrinks(f"The advantage of hybrids shrinks with more compute ({last}, {long} epochs).", results,
