@@ -11,6 +11,7 @@ from vitrail.reproduction.curves import (
     best_so_far,
     crossings,
     geometric_mean,
+    log_error,
     mean_curve,
     pareto_front,
     slope_weights,
@@ -24,6 +25,14 @@ def test_a_curve_is_linear_in_the_logarithm_of_x():
     assert x_where(curve, 0.4) == pytest.approx(math.sqrt(10))
     assert x_where(curve, 0.7) == pytest.approx(10 * math.sqrt(10))
     assert x_where(curve, 0.8) == pytest.approx(100)
+
+
+def test_an_error_of_y_becomes_one_of_log_x():
+    curve = {1.0: 0.2, 10.0: 0.6, 100.0: 0.8}
+    assert log_error(curve, 0.4, 0.1) == pytest.approx(math.log(10) / 4)
+    assert log_error(curve, 0.6, 0.1) == pytest.approx(math.log(10) / 2)  # the steeper of both sides counts less
+    assert log_error(curve, 0.2, 0.1) == pytest.approx(math.log(10) / 4)
+    assert log_error(curve, 0.9, 0.05) == 0
 
 
 def test_what_a_curve_does_not_reach_has_no_x():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -90,6 +91,16 @@ def test_a_score_above_all_the_data_is_a_lower_bound():
 def test_a_score_below_the_least_data_is_an_upper_bound():
     worth = data_worth(made_up(lambda treatment, fraction: -0.35 * (treatment == AUGMENT)), AUGMENT, 30.0)
     assert (worth.num_below, worth.text) == (3, "at most 0.33")
+
+
+def test_seeds_that_agree_by_coincidence_leave_the_error_of_the_images():
+    results = made_up(lambda treatment, fraction: 0.1 * (treatment == DROPOUT))
+    few = {key: replace(trial, test_count=360) for key, trial in results.trials.items()}
+    worth = data_worth(Results(arms("tiny"), "tiny", few.values()), DROPOUT, 10.0).factor
+    assert worth is not None
+    # 0.6 within 0.0365, the error of two accuracies, is a factor of 1.22 on a curve that gains 0.2 in a factor of 3
+    error = math.log(3) * math.sqrt(2 * 0.6 * 0.4 / 364) / 0.2
+    assert worth.high / worth.value == pytest.approx(math.exp(4.303 * error / math.sqrt(3)), rel=0.01)
 
 
 def shifted(gains: Sequence[float]) -> Results:

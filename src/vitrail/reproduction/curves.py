@@ -72,9 +72,16 @@ def curve_of_seed(results: Results, arms: Mapping[float, str], seed: int, metric
     return {x: found[seed] for x, found in values.items() if seed in found}
 
 
-def geometric_mean(ratios: Sequence[float]) -> SeedMean | None:
+def log_error(curve: Points, y: float, error: float) -> float:
+    """The error of log x at which the curve reaches y, from the error of y; 0 where it does not."""
+    x = x_where(curve, y)
+    moved = [at for shifted in (y - error, y + error) if (at := x_where(curve, shifted)) is not None]
+    return 0.0 if x is None else max((abs(math.log(at / x)) for at in moved), default=0.0)
+
+
+def geometric_mean(ratios: Sequence[float], least_log_variance: float = 0.0) -> SeedMean | None:
     """The geometric mean with the 95 % interval of the mean logarithm."""
     if not ratios:
         return None
-    mean = mean_over_seeds([math.log(ratio) for ratio in ratios])
+    mean = mean_over_seeds([math.log(ratio) for ratio in ratios], least_log_variance)
     return SeedMean(math.exp(mean.value), math.exp(mean.low), math.exp(mean.high), mean.count)

@@ -145,7 +145,7 @@ def verdicts(results: Results, shown: str) -> list[Verdict]:
         compare("Without positions, accuracy is lower.", results.difference(DEFAULT, NO_POSITIONS), DEFAULT,
                 NO_POSITIONS),
         similar(
-            "The class token is not needed: the mean of the patches does as well.",
+            "The mean of the patches does neither better nor worse than the class token.",
             results, (DEFAULT, MEAN), mean_difference([DEFAULT], [NO_POSITIONS]),
         ),
         judge(

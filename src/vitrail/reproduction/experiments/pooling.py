@@ -70,10 +70,10 @@ def analyze(results: Results) -> Analysis:
     rates = {pooling: rate for pooling in POOLINGS if (rate := best_rate(results, pooling)) is not None}
     best = {pooling: arm_name(pooling, rate) for pooling, rate in rates.items()}
     verdicts = [
-        _equal("The mean of the patches is as good as the class token, each at its own learning rate.", results, best,
-               MEAN),
+        _equal("The mean of the patches and the class token are equally good, each at its own learning rate.",
+               results, best, MEAN),
         _needs_own_rate(results, rates),
-        _equal("Attention pooling is as good as the class token, each at its own learning rate.", results, best,
+        _equal("Attention pooling and the class token are equally good, each at its own learning rate.", results, best,
                ATTENTION),
     ]  # fmt: skip
     return Analysis(
@@ -94,7 +94,7 @@ def analyze(results: Results) -> Analysis:
 
 
 def _equal(claim: str, results: Results, best: dict[str, str], pooling: str) -> Verdict:
-    """The verdict on "as good as the class token": the interval of the difference lies within the margin."""
+    """The verdict on "as good as the class token": the difference is within the margin."""
     difference = results.difference(best[pooling], best[TOKEN]) if pooling in best and TOKEN in best else None
     return judge(claim, difference, f"{pooling} minus {TOKEN}", above=-MARGIN, below=MARGIN)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 from vitrail.config import DataConfig, TrainConfig
 from vitrail.reproduction.analysis import Analysis, Cell, Paragraph, Plot, Table, Verdict, arm_table, compare, shrinks
 from vitrail.reproduction.arm import Arm, Scale
-from vitrail.reproduction.curves import curve_of_seed, geometric_mean, mean_curve, x_where
+from vitrail.reproduction.curves import curve_of_seed, geometric_mean, log_error, mean_curve, x_where
 from vitrail.reproduction.data_fractions import on_fraction
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Line, line_plot
@@ -98,7 +99,10 @@ class DataWorth:
 
 
 def data_worth(results: Results, treatment: str, percent: float) -> DataWorth:
-    """Interpolated for each seed from its curve without regularization, linear in the logarithm of the data."""
+    """Interpolated for each seed from its curve without regularization, linear in the logarithm of the data.
+
+    The sampling errors of the test images, of the curve and of the treatment, are the least that seeds vary by.
+    """
     plain, treated = treatment_arms(results.scale, NONE), treatment_arms(results.scale, treatment)
     factors, above, below = [], 0, 0
     for seed, score in results.values(treated[percent]).items():
@@ -111,7 +115,12 @@ def data_worth(results: Results, treatment: str, percent: float) -> DataWorth:
             above, below = above + is_above, below + (not is_above)
             reached = max(curve) if is_above else min(curve)
         factors.append(reached / percent)
-    return DataWorth(geometric_mean(factors), above, below)
+    sample = results.sample(treated[percent])
+    if sample is None:
+        return DataWorth(None)
+    means = {x: mean.value for x, mean in mean_curve(results, plain).items()}
+    error = log_error(means, sample.mean, math.sqrt(2 * sample.least_variance))
+    return DataWorth(geometric_mean(factors, error**2), above, below)
 
 
 def analyze(results: Results) -> Analysis:
