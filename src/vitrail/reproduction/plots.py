@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from vitrail.explain.canvas import COLORS, DASHES, FAINT, INK, QUIET, new_figure, set_title
-from vitrail.reproduction.results import SeedMean
+from vitrail.reproduction.curves import mean_curve
+from vitrail.reproduction.results import Results, SeedMean
 
 MARKERS = ("o", "s", "^", "D", "v", "P")
 LINE_COLORS = (*COLORS, INK)
@@ -98,6 +99,20 @@ def line_plot(
     outside_legend(figure, ax)
     set_title(figure, title, subtitle)
     return figure
+
+
+def curve_plot(
+    results: Results,
+    arms: Mapping[str, Mapping[float, str]],
+    title: str,
+    x_label: str,
+    metric: str = "test",
+    y_label: str = "test accuracy, %",
+) -> Figure:
+    """A line of means over a logarithmic x for each name. arms: name of the line -> x -> arm."""
+    lines = [Line(name, mean_curve(results, of_line, metric)) for name, of_line in arms.items()]
+    ticks = sorted({x for of_line in arms.values() for x in of_line})
+    return line_plot(lines, title, results.origin, x_label, y_label, log_x=True, x_ticks=ticks)
 
 
 def outside_legend(figure: Figure, ax: Axes) -> None:

@@ -14,7 +14,7 @@ from vitrail.reproduction.curves import crossings, mean_curve
 from vitrail.reproduction.data_fractions import Schedule, on_fraction
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.network_families import FAMILIES, HYBRID, RESNET, VIT, network, network_config
-from vitrail.reproduction.plots import Line, line_plot
+from vitrail.reproduction.plots import curve_plot
 from vitrail.reproduction.results import Results
 from vitrail.reproduction.scales import LEARNING_RATES
 
@@ -157,14 +157,9 @@ def _networks(results: Results) -> Table:
 
 
 def plot(results: Results, metric: str, title: str, schedule: str) -> Figure:
-    lines = [
-        Line(family, mean_curve(results, family_arms(results.scale, family, schedule), metric)) for family in FAMILIES
-    ]
-    return line_plot(
-        lines, f"{title} and data, {schedule}", results.origin,
-        "training images, % of all", "accuracy, %", log_x=True,
-        x_ticks=[100 * fraction for fraction in FRACTIONS[results.scale]],
-    )  # fmt: skip
+    arms = {family: family_arms(results.scale, family, schedule) for family in FAMILIES}
+    label = "training images, % of all"
+    return curve_plot(results, arms, f"{title} and data, {schedule}", label, metric, f"{title.lower()}, %")
 
 
 DATA_SIZE = Experiment(

@@ -9,9 +9,8 @@ from matplotlib.figure import Figure
 from vitrail.config import DataConfig
 from vitrail.reproduction.analysis import Analysis, Cell, Paragraph, Plot, Table, Verdict, compare, judge
 from vitrail.reproduction.arm import Arm, Scale
-from vitrail.reproduction.curves import mean_curve
 from vitrail.reproduction.experiment import Experiment
-from vitrail.reproduction.plots import Line, line_plot
+from vitrail.reproduction.plots import curve_plot
 from vitrail.reproduction.results import Results
 from vitrail.reproduction.scales import base_config, vary_model
 
@@ -156,14 +155,8 @@ def _edges(results: Results, rates: dict[str, float]) -> str:
 
 
 def plot(results: Results) -> Figure:
-    lines = [
-        Line(pooling, mean_curve(results, {rate: arm_name(pooling, rate) for rate in RATES[results.scale]}))
-        for pooling in POOLINGS
-    ]
-    return line_plot(
-        lines, "Pooling and learning rate", results.origin, "learning rate",
-        "test accuracy, %", log_x=True, x_ticks=sorted(RATES[results.scale]),
-    )  # fmt: skip
+    arms = {pooling: {rate: arm_name(pooling, rate) for rate in RATES[results.scale]} for pooling in POOLINGS}
+    return curve_plot(results, arms, "Pooling and learning rate", "learning rate")
 
 
 POOLING = Experiment(

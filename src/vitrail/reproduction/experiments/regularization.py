@@ -13,7 +13,7 @@ from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.curves import curve_of_seed, geometric_mean, log_error, mean_curve, x_where
 from vitrail.reproduction.data_fractions import on_fraction
 from vitrail.reproduction.experiment import Experiment
-from vitrail.reproduction.plots import Line, line_plot
+from vitrail.reproduction.plots import curve_plot
 from vitrail.reproduction.results import Results, SeedMean
 from vitrail.reproduction.scales import LEARNING_RATES, base_config, vary_model
 
@@ -228,12 +228,8 @@ def _describe_full(results: Results, full: dict[str, str]) -> str:
 
 
 def plot(results: Results) -> Figure:
-    lines = [Line(treatment, mean_curve(results, treatment_arms(results.scale, treatment))) for treatment in TREATMENTS]
-    return line_plot(
-        lines, "Regularization and data", f"equal steps, {results.origin}",
-        "training images, % of all", "test accuracy, %", log_x=True,
-        x_ticks=[100 * fraction for fraction in FRACTIONS[results.scale]],
-    )  # fmt: skip
+    arms = {treatment: treatment_arms(results.scale, treatment) for treatment in TREATMENTS}
+    return curve_plot(results, arms, "Regularization and data, equal steps", "training images, % of all")
 
 
 REGULARIZATION = Experiment(

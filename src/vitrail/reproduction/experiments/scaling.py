@@ -275,7 +275,7 @@ def plot_families(results: Results) -> Figure:
     labels = {"training FLOPs, 10¹²": "flops", "training time, s": "seconds"}
     found = {label: costs(results, arms, metric) for label, metric in labels.items()}
     scores = {arm: mean for arm in arms if (mean := results.mean(arm)) is not None}
-    return compute_plot(groups, found, scores, "Accuracy and compute", _subtitle(results))
+    return compute_plot(groups, found, scores, "Accuracy and compute", results.origin)
 
 
 def plot_shapes(results: Results, metric: str) -> Figure:
@@ -286,7 +286,7 @@ def plot_shapes(results: Results, metric: str) -> Figure:
         lines.append(Line(dimension, mean_curve(results, {found[arm] / (unit or 1.0): arm for arm in found})))
     label = {"flops": "FLOPs", "seconds": "time"}[metric]
     return line_plot(
-        lines, f"Scaling one dimension: {label}", _subtitle(results), f"training {label}, base = 1",
+        lines, f"Scaling one dimension: {label}", results.origin, f"training {label}, base = 1",
         "test accuracy, %", log_x=bool(unit), x_ticks=_powers_of_two([x for line in lines for x in line.points]),
     )  # fmt: skip
 
@@ -295,10 +295,6 @@ def _powers_of_two(values: Sequence[float]) -> list[float]:
     """Those around the values."""
     exponents = [math.log2(value) for value in values] or [0.0]
     return [2.0**i for i in range(math.floor(min(exponents)), math.ceil(max(exponents)) + 1)]
-
-
-def _subtitle(results: Results) -> str:
-    return results.origin
 
 
 SCALING = Experiment(

@@ -12,7 +12,7 @@ from vitrail.recipes.imagenet import masked_patch
 from vitrail.reproduction.analysis import Analysis, Block, Cell, Plot, Table, compare, similar
 from vitrail.reproduction.arm import Arm, Scale
 from vitrail.reproduction.experiment import Experiment
-from vitrail.reproduction.plots import Line, line_plot
+from vitrail.reproduction.plots import curve_plot
 from vitrail.reproduction.results import Results, SeedMean, mean_difference
 from vitrail.reproduction.scales import base_config, recipe_config, vary_model
 
@@ -222,20 +222,8 @@ def _differences(results: Results) -> str:
 
 
 def plot(results: Results) -> Figure:
-    percents = percents_of(results.scale)
-    lines = []
-    for start in STARTS:
-        means = {percent: results.mean(arm_name(start, percent)) for percent in percents}
-        lines.append(Line(start, {percent: mean for percent, mean in means.items() if mean is not None}))
-    return line_plot(
-        lines,
-        "Self-supervised pre-training",
-        results.origin,
-        "labeled images for fine-tuning, %",
-        "test accuracy, %",
-        log_x=True,
-        x_ticks=sorted(percents),
-    )
+    arms = {start: {percent: arm_name(start, percent) for percent in percents_of(results.scale)} for start in STARTS}
+    return curve_plot(results, arms, "Self-supervised pre-training", "labeled images for fine-tuning, %")
 
 
 SELF_SUPERVISION = Experiment(
