@@ -6,6 +6,7 @@
     ├── ImageError           data that is not an image, or an image that cannot be used
     ├── DataError            a dataset that cannot be trained or evaluated on
     ├── TrainError           a run that cannot start, continue or be resumed
+    │   └── DivergenceError  the loss of a step is not finite
     ├── CheckpointError      a weights file that cannot be read or written
     │   ├── FormatError      unknown layout, unexpected or missing tensors, wrong shapes
     │   └── ConversionError  the target format cannot represent part of this model
@@ -44,6 +45,10 @@ class DataError(VitrailError, ValueError):
 
 class TrainError(VitrailError):
     """A run that cannot start, continue or be resumed."""
+
+
+class DivergenceError(TrainError):
+    """The loss of a training step is not finite."""
 
 
 class CheckpointError(VitrailError):

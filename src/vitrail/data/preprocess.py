@@ -72,6 +72,11 @@ class Preprocess:
         """One image -> float32, C H W."""
         return self.normalize(torch.from_numpy(self.pixels(image)).permute(2, 0, 1))
 
+    def keeps(self, size: Size) -> bool:
+        """Whether `pixels` returns images of this height and width unchanged."""
+        whole: list[Span] = [(0, side) for side in size]
+        return self.dtype == np.uint8 and self._plan(*size) == (size, whole)
+
     @property
     def dtype(self) -> type[np.uint8] | type[np.float32]:
         """The dtype that `pixels` returns."""

@@ -66,7 +66,7 @@ def choose_resident_transform(
     preprocess: PreprocessConfig,
     device: torch.device,
     num_sharing: int = 1,
-) -> Transform | None:
+) -> EvalTransform | OriginalPixels | None:
     """The transform to load all images with, or None if they should not stay on the device.
 
     `num_sharing` processes like this one share the device's memory.
@@ -90,7 +90,7 @@ def choose_resident_transform(
 
 def _fitting_transform(
     source: Source, augment: AugmentConfig, preprocess: PreprocessConfig, device: torch.device, *, forced: bool
-) -> Transform | None:
+) -> EvalTransform | OriginalPixels | None:
     if augment.crop != "resized":
         return EvalTransform(preprocess)
     pixels, expected = source.pixels, pair(preprocess.image_size)
@@ -127,18 +127,23 @@ def format_bytes(size: int) -> str:
 
 
 def load(
-    source: Source, transform: Transform, device: torch.device, workers: int, indices: npt.NDArray[np.int64]
+    source: Source,
+    transform: EvalTransform | OriginalPixels,
+    device: torch.device,
+    workers: int,
+    indices: npt.NDArray[np.int64],
 ) -> ResidentImages | None:
     """Decode these images of a source and copy them to the device; None if their sizes differ."""
     pixels = source.pixels
-    if pixels is not None and isinstance(transform, OriginalPixels) and pixels.shape[3] in (1, transform.shape[2]):
+    channels = transform.shape[2]
+    if pixels is not None and pixels.shape[3] in (1, channels) and transform.keeps(pixels.shape[1:3]):
         selected = pixels if len(indices) == len(pixels) else pixels[indices]
-        return ResidentImages(_to_device(selected, transform.shape[2], device), {})
+        return ResidentImages(_to_device(selected, channels, device), {})
     decoded = _decode_all(source, transform, workers, indices)
     if decoded is None:
         return None
     images, bad = decoded
-    return ResidentImages(_to_device(images, transform.shape[2], device), bad)
+    return ResidentImages(_to_device(images, channels, device), bad)
 
 
 def _decode_all(

@@ -136,6 +136,10 @@ class EvalTransform:
             with record_error(errors, row):
                 out[row] = self.preprocess.pixels(image)
 
+    def keeps(self, size: tuple[int, int]) -> bool:
+        """Whether images of this height and width stay as they are."""
+        return self.preprocess.keeps(size)
+
 
 class OriginalPixels:
     """All pixels, unchanged, of images that have one size."""
@@ -154,6 +158,10 @@ class OriginalPixels:
                     size = f"{pixels.shape[0]} x {pixels.shape[1]}"
                     raise ImageError(f"{WRONG_SIZE}{size}, expected {height} x {width}.")
                 out[row] = pixels
+
+    def keeps(self, size: tuple[int, int]) -> bool:
+        """Whether the images can have this height and width."""
+        return size == self.shape[:2]
 
 
 class SampleReader:

@@ -72,19 +72,19 @@ def _gpu() -> dict[str, dict[str, Network]]:
 
     small = {"width": 64, "mlp_dim": 256, "depth": 4, "num_heads": 2}
     base = {"width": 96, "mlp_dim": 384, "depth": 4, "num_heads": 3}
-    large = {"width": 192, "mlp_dim": 768, "depth": 6, "num_heads": 3}
+    large = {"width": 144, "mlp_dim": 576, "depth": 6, "num_heads": 3}
     resnet = BiTConfig(image_size=64, num_classes=0)
     return {
         VIT: {name: vit(patch_size=8, **f) for name, f in {"small": small, "base": base, "large": large}.items()},
         HYBRID: {
             "small": vit(patch_size=2, stem=StemConfig(layers=(1,), width_factor=0.5), **small | {"depth": 2}),
             "base": vit(patch_size=1, stem=StemConfig(layers=(1, 1), width_factor=0.5), **base | {"depth": 2}),
-            "large": vit(patch_size=1, stem=StemConfig(layers=(1, 1)), **large | {"depth": 4}),
+            "large": vit(patch_size=1, stem=StemConfig(layers=(1, 1)), **large | {"depth": 2}),
         },
         RESNET: {
             "small": resnet.replace(width_factor=0.5, layers=(1, 1)),
             "base": resnet.replace(width_factor=0.5, layers=(2, 2, 1)),
-            "large": resnet.replace(layers=(2, 3, 3)),
+            "large": resnet.replace(layers=(2, 2)),
         },
     }
 

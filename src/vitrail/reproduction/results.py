@@ -55,6 +55,8 @@ class TrialResult:
     flops: int = 0
     """FLOPs of a forward pass for one image."""
     parameters: int = 0
+    diverged: bool = False
+    """The loss was not finite at some step, so that there are no scores."""
     device: str = ""
     """Where it ran: `NVIDIA H200`, `2 cores of AMD EPYC`."""
 

@@ -106,7 +106,7 @@ def _digits() -> TrainConfig:
 def _cifar10() -> TrainConfig:
     return TrainConfig(
         model=ViTConfig(
-            image_size=32, patch_size=4, num_classes=0, width=128, depth=6, num_heads=2, mlp_dim=512, activation="gelu"
+            image_size=32, patch_size=4, num_classes=0, width=128, depth=4, num_heads=2, mlp_dim=512, activation="gelu"
         ),
         preprocess=PreprocessConfig(image_size=32, mean=MEAN, std=STD),
         data=DataConfig(source="cifar10"),

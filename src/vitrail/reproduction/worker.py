@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from vitrail.config import TrainConfig
 
+MAX_COMPILED = 256
+"""Networks and losses that one process compiles at most."""
+
 Task = dict[str, Any]
 """key, arm, lr, seed, settings, parent, folder, config, edit, measures, threads."""
 
@@ -74,11 +77,12 @@ def _run(task: Task) -> dict[str, Any]:
 
 def _train_and_measure(task: Task) -> dict[str, Any]:
     import shutil
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     import torch
 
     from vitrail.config import TrainConfig
+    from vitrail.errors import DivergenceError
     from vitrail.models.flops import count_flops, count_parameters
     from vitrail.reproduction.edits import edit_model
     from vitrail.reproduction.measures import measure
@@ -88,14 +92,22 @@ def _train_and_measure(task: Task) -> dict[str, Any]:
 
     if task["threads"]:
         torch.set_num_threads(task["threads"])
-    torch.compiler.reset()  # else the networks of earlier trials count towards the limit of recompilations
+    # Trials of one network share what is compiled; the limit is meant for a network that is compiled again and again.
+    torch._dynamo.config.recompile_limit = MAX_COMPILED
     folder, config = Path(task["folder"]), TrainConfig.from_dict(task["config"])
     if task["edit"] is not None:
         assert config.init_from is not None
         start = edit_model(task["edit"], Path(config.init_from), folder / "start", config)
         config = config.replace(init_from=str(start))
     _update_paths(folder, config)
-    run = train(config, out=folder, auto_resume=True, report=False)
+    result = TrialResult(
+        **{name: task[name] for name in ("key", "arm", "lr", "seed", "settings", "parent")},
+        device=_device_name(config.device),
+    )
+    try:
+        run = train(config, out=folder, auto_resume=True, report=False)
+    except DivergenceError:  # a learning rate that is too high: a result, and no reason to stop the others
+        return {"result": asdict(replace(result, diverged=True))}
     if run.stop_reason not in (None, "patience"):
         return {"stopped": run.stop_reason}
     record, network = read_run(folder), run.config.model
@@ -103,13 +115,8 @@ def _train_and_measure(task: Task) -> dict[str, Any]:
     scores, test = run.scores, run.test_scores
     started = time.perf_counter()
     measured = measure(task["measures"], run)
-    result = TrialResult(
-        key=task["key"],
-        arm=task["arm"],
-        lr=task["lr"],
-        seed=task["seed"],
-        settings=task["settings"],
-        parent=task["parent"],
+    result = replace(
+        result,
         test=None if test is None else test.top1,
         test_count=0 if test is None else test.count,
         validation=None if scores is None else scores.top1,
@@ -120,7 +127,6 @@ def _train_and_measure(task: Task) -> dict[str, Any]:
         images=record.num_images or 0,
         flops=count_flops(network),
         parameters=count_parameters(network),
-        device=_device_name(config.device),
     )
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)  # the trial is finished; its checkpoints are large
     return {"result": asdict(result)}

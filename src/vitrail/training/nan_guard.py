@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.batch import Batch
-from vitrail.errors import TrainError
+from vitrail.errors import DivergenceError
 from vitrail.runtime import log
 
 
@@ -41,7 +41,7 @@ class NaNGuard:
         if bool(finite):
             return True
         if self.on_nan == "stop":
-            raise TrainError(self.describe(batch))
+            raise DivergenceError(self.describe(batch))
         self.skipped += 1
         log.warning("%s", f"step {batch.step + 1} was skipped: its loss is not finite.")
         return False
@@ -54,7 +54,7 @@ class NaNGuard:
         self.pending = None
         arrived.synchronize()
         if not bool(finite):
-            raise TrainError(self.describe(batch))
+            raise DivergenceError(self.describe(batch))
 
     def _start_transfer(self, batch: Batch, finite: Tensor) -> tuple[Batch, Tensor, torch.cuda.Event]:
         answer = torch.empty((), dtype=torch.bool, pin_memory=True)

@@ -17,7 +17,7 @@ def few_shot(run: Run) -> dict[str, float]:
 
     The 5 are chosen from all training images, also if the run has used a fraction of them.
     """
-    splits, model = open_data(run.config.data.replace(fraction=None)), run.model
+    splits, model = open_data(run.config.data.replace(fraction=None)), run.model.to(run.config.device)
     tested = splits.test if splits.test is not None else splits.validation
     limit = max(MAX_PROBE_IMAGES, IMAGES_PER_CLASS * len(splits.train.labels))
     parts = [subsample(source, limit) for source in (splits.train, tested)]

@@ -45,7 +45,7 @@ def symmetry(run: Run, per_side: int) -> dict[str, float]:
     and for a ViT those of `token_equivariance` and `reaches`.
     """
     images, classes, _ = evaluation_images(run, NUM_IMAGES)
-    net = run.model.net
+    net = run.model.to(run.config.device).net
     found = prediction_numbers(net, images, classes, per_side)
     exact = images[:NUM_EXACT].double()
     for suffix, each in (("", net), (", untrained", untrained_network(run))):
