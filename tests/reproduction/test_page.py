@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,14 @@ def test_facts_state_runs_learning_rates_time_and_command(tmp_path: Path):
     assert facts["Versions"].endswith("1970-01-01")
     fixed = Results([make_arm("a")], "tiny", ())
     assert "Learning rates" not in read_html(write(tmp_path, analysis(TABLE), results=fixed)).facts
+
+
+def test_runs_that_diverged_are_named(tmp_path: Path):
+    assert "Diverged" not in read_html(write(tmp_path, analysis(TABLE))).facts
+    (first, *others) = make_results([make_arm("a")], {"a": [0.5, 0.75]}).trials.values()
+    results = Results([make_arm("a")], "tiny", [replace(first, test=None, validation=None, diverged=True), *others])
+    page = read_html(write(tmp_path, analysis(TABLE), results=results))
+    assert page.facts["Diverged"].startswith(f"{first.key};")
 
 
 def test_results_json_has_the_trials_in_a_fixed_order(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from reproduction.synthetic import make_result
@@ -88,6 +89,13 @@ def test_rates_that_a_pooling_has_not_finished_are_not_compared():
         del results.trials[key]
     assert 1e-2 not in {best_rate(results, pooling) for pooling in POOLINGS}
     assert "Only 4 of its 5 rates" in analyze(results).verdicts[1].reason
+
+
+def test_a_rate_at_which_a_seed_diverges_is_compared_and_not_selected():
+    results = made_up({TOKEN: 1e-2, MEAN: 1e-2, ATTENTION: 3e-3})
+    key = next(k for k, trial in results.trials.items() if trial.arm == arm_name(MEAN, 1e-2) and trial.seed == 1)
+    results.trials[key] = replace(results.trials[key], test=None, validation=None, diverged=True)
+    assert (best_rate(results, TOKEN), best_rate(results, MEAN)) == (1e-2, RATES["tiny"][0])
 
 
 def test_a_small_difference_with_a_wide_interval_is_undecided():

@@ -72,6 +72,9 @@ def _facts(experiment: Experiment, results: Results, info: PageInfo) -> Iterator
     yield "Scale", f"{results.scale}: {first.data.source}, {first.duration}, batch size {first.batch_size}"
     left_out = f"; left out: {info.left_out}" if info.left_out else ""
     yield "Runs", f"{info.finished} of {info.total}{left_out}"
+    diverged = [key for key, trial in sorted(results.trials.items()) if trial.diverged]
+    if diverged:
+        yield "Diverged", f"{', '.join(diverged)}; they have no scores, and means are over the other seeds"
     searched = [arm for arm in results.arms.values() if arm.learning_rates]
     if searched:
         lists = dict.fromkeys(", ".join(f"{lr:g}" for lr in sorted(arm.learning_rates)) for arm in searched)

@@ -53,16 +53,20 @@ def arms(scale: Scale, data: DataConfig | None = None) -> list[Arm]:
 
 def compared_rates(results: Results) -> list[float]:
     """The learning rates that every pooling with a result has finished: a budget may end the sweep of some early."""
-    found = {p: {r for r in RATES[results.scale] if results.values(arm_name(p, r), "validation")} for p in POOLINGS}
+    found = {p: {r for r in RATES[results.scale] if results.of_arm(arm_name(p, r))} for p in POOLINGS}
     begun = [rates for rates in found.values() if rates]
     return [rate for rate in RATES[results.scale] if begun and all(rate in rates for rates in begun)]
 
 
 def best_rate(results: Results, pooling: str) -> float | None:
-    """Of `compared_rates`, that of the highest validation accuracy, the mean over seeds; None without a result."""
-    found = {rate: results.mean(arm_name(pooling, rate), "validation") for rate in compared_rates(results)}
-    known = {rate: mean.value for rate, mean in found.items() if mean is not None}
-    return max(known, key=lambda rate: known[rate]) if known else None
+    """Of `compared_rates`, that of the highest validation accuracy, the mean over seeds; None without a result.
+
+    A run that diverged counts as an accuracy of zero.
+    """
+    found = {rate: results.of_arm(arm_name(pooling, rate)) for rate in compared_rates(results)}
+    known = {rate: [trial.validation or 0.0 for trial in trials] for rate, trials in found.items() if trials}
+    best = max(known, key=lambda rate: sum(known[rate]) / len(known[rate]), default=None)
+    return best if best is not None and results.values(arm_name(pooling, best)) else None
 
 
 def analyze(results: Results) -> Analysis:
