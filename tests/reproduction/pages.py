@@ -266,22 +266,30 @@ class Trials:
         """The weighted sum of the test accuracies of arms."""
         if not all((arm, "test") in self.series for arm in weights):
             return EMPTY
+        if self._share_parent(list(weights)):
+            values = np.sum([weight * self.series[arm, "test"] for arm, weight in weights.items()], 0)
+            return _paired(values, min(self.num_images(arm, "test") for arm in weights), level)
         return self.combine([[self.names.index((arm, "test")) for arm in weights]], list(weights.values()), level)
 
     def difference(self, arm: str, other: str, metric: str = "test") -> Pool:
+        if self._share_parent([arm, other]):
+            num_images = min(self.num_images(name, metric) for name in (arm, other))
+            return _paired(self.series[arm, metric] - self.series[other, metric], num_images)
         return self.combine([[self.names.index((arm, metric)), self.names.index((other, metric))]], [1, -1])
 
     def change(self, arm: str, metric: str, reference: str) -> Pool:
         """The difference of two metrics of an arm, seed by seed."""
-        values, count = self.series[arm, metric] - self.series[arm, reference], self.num_images(arm, metric)
-        found, num_seeds = estimate(values), np.isfinite(values).sum()
-        if not count or num_seeds < 2:
-            return found
-        least = np.sqrt(np.maximum(np.abs(found.value), 1 / count) / count / num_seeds) * stats.t.ppf(
-            0.975, num_seeds - 1
-        )
-        half = np.maximum(found.high - found.value, least)
-        return Pool(found.value, found.value - half, found.value + half)
+        return _paired(self.series[arm, metric] - self.series[arm, reference], self.num_images(arm, metric))
+
+    def _share_parent(self, arms: Sequence[str]) -> bool:
+        """Whether these arms are fine-tuned from the same model in every seed."""
+        if len(set(arms)) < 2 or any(self.arms[arm].parent_setting != "init_from" for arm in arms):
+            return False
+        parents: dict[int, set[str]] = {}
+        for trial in self.found:
+            if trial["arm"] in arms and trial["lr"] == self.rates[trial["arm"]]:
+                parents.setdefault(trial["seed"], set()).add(trial["parent"])
+        return all(len(names) == 1 and "" not in names for names in parents.values())
 
     def means(self, arms: Collection[str]) -> Pool:
         """All metrics of these arms."""
@@ -297,6 +305,12 @@ class Trials:
             if i != j and one[1] == other[1]
         ]
         changes = [self.change(arm, one, other) for arm, one in self.names for a, other in self.names if a == arm]
+        changes += [
+            self.difference(one, other, metric)
+            for one, metric in self.names
+            for other, m in self.names
+            if m == metric and self._share_parent([one, other])
+        ]
         return join_pools([EMPTY, self.combine(pairs, [1, -1]), *changes])
 
     @cached_property
@@ -318,6 +332,17 @@ class Trials:
         values = np.array(found)
         values = np.concatenate([values, 1 - values])
         return Pool(values, np.full_like(values, np.nan), np.full_like(values, np.nan))
+
+
+def _paired(values: Values, num_images: int, level: float = 0.95) -> Pool:
+    """Differences seed by seed; of proportions, each has at least the variance of the images that must differ."""
+    mean, num_seeds = estimate(values).value, np.isfinite(values).sum()
+    if num_seeds < 2:
+        return Pool(mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan))
+    least = np.maximum(np.abs(mean), 1 / num_images) / num_images if num_images else 0.0
+    variance = np.maximum(np.nanvar(values, ddof=1), least)
+    half = stats.t.ppf((1 + level) / 2, num_seeds - 1) * np.sqrt(variance / num_seeds)
+    return Pool(mean, mean - half, mean + half)
 
 
 NOTHING = np.zeros(0)

@@ -29,6 +29,8 @@ def make_result(trial: Trial, **values: Any) -> TrialResult:
     The number of test images is so large that only the seeds contribute to intervals.
     """
     given = {"test": 0.5, "test_count": 10**6, "validation": 0.5, "validation_count": 288, "seconds": 10.0} | values
+    if trial.arm.parent is not None:
+        given = {"parent": f"{trial.arm.parent}-seed{trial.seed}"} | given
     return TrialResult(key=trial.key, arm=trial.arm.name, lr=trial.lr, seed=trial.seed, **{"settings": ""} | given)
 
 

@@ -293,3 +293,23 @@ def test_arrays_are_those_of_the_selected_trial(tmp_path: Path):
     assert results.arrays("a", seed=1) == {}
     (tmp_path / trials[1].key / ARRAYS_FILE).unlink()
     assert results.arrays("a") == {}
+
+
+def test_arms_that_start_from_the_same_model_are_compared_seed_by_seed():
+    arms = [make_arm("parent"), make_arm("a", parent="parent"), make_arm("b", parent="parent"), make_arm("c")]
+    tests = {"a": [0.60, 0.70, 0.80], "b": [0.58, 0.69, 0.77], "c": [0.58, 0.69, 0.77]}
+    results = make_results(arms, tests)
+    paired, unpaired = results.difference("a", "b"), results.difference("a", "c")
+    assert paired is not None
+    assert unpaired is not None
+    assert paired.value == pytest.approx(0.02)
+    assert paired.high - paired.value == pytest.approx(4.302653 * 0.01 / 3**0.5, rel=1e-5)
+    assert unpaired.high - unpaired.value > 5 * (paired.high - paired.value)
+
+
+def test_arms_of_different_teachers_or_models_are_not_pairs():
+    arms = [make_arm("p"), make_arm("q"), make_arm("a", parent="p"), make_arm("b", parent="q")]
+    tests = {"a": [0.60, 0.70, 0.80], "b": [0.58, 0.69, 0.77]}
+    found = make_results(arms, tests).difference("a", "b")
+    assert found is not None
+    assert found.high - found.value > 0.2

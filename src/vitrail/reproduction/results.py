@@ -230,28 +230,38 @@ class Results:
         """The sum of weight times mean of the arms; None if one of them has no value.
 
         Arms share the test images, whose sampling mostly cancels; what is left is in the least variance of each value.
+        Arms that start from the same model are compared seed by seed, so that its seeds' differences cancel too.
         """
+        if (paired := self._paired(weights, metric)) is not None:
+            return weighted_sum([(1.0, paired)], confidence)
         samples = {arm: self.sample(arm, metric) for arm in weights}
         terms = [(weights[arm], sample) for arm, sample in samples.items() if sample is not None]
         return weighted_sum(terms, confidence) if len(terms) == len(weights) else None
+
+    def _paired(self, weights: Mapping[str, float], metric: str) -> Sample | None:
+        """The contrast of each seed, if all arms start from the same model in each seed; None otherwise."""
+        if len(weights) < 2 or any(self.arms[arm].parent_setting != "init_from" for arm in weights):
+            return None
+        trials = {arm: self.selected(arm) for arm in weights}
+        values = {arm: self.values(arm, metric) for arm in weights}
+        seeds = sorted(set.intersection(*(set(found) for found in values.values())))
+        parents = [{trials[arm][seed].parent for arm in weights} for seed in seeds]
+        if not seeds or any(len(names) > 1 or "" in names for names in parents):
+            return None
+        changes = [sum(weight * values[arm][seed] for arm, weight in weights.items()) for seed in seeds]
+        return _changes(changes, min(self.num_images(arm, metric) for arm in weights))
 
     def difference(self, arm: str, other: str, metric: str = "test") -> SeedMean | None:
         """The mean of `arm` minus that of `other`; None if one of them has no value."""
         return self.contrast({arm: 1.0, other: -1.0}, metric)
 
     def change(self, arm: str, metric: str, reference: str) -> SeedMean | None:
-        """The mean over seeds of one metric minus another of the same run; None without a value of both.
-
-        Two proportions that differ by d differ in at least d of the images, of which at least one is assumed.
-        """
+        """The mean over seeds of one metric minus another of the same run; None without a value of both."""
         if arm not in self.arms:
             return None
-        after, before, num_images = self.values(arm, metric), self.values(arm, reference), self.num_images(arm, metric)
+        after, before = self.values(arm, metric), self.values(arm, reference)
         changes = [after[seed] - before[seed] for seed in sorted(set(after) & set(before))]
-        if not changes:
-            return None
-        least = max(abs(float(np.mean(changes))), 1 / num_images) / num_images if num_images else 0.0
-        return mean_over_seeds(changes, least)
+        return weighted_sum([(1.0, _changes(changes, self.num_images(arm, metric)))]) if changes else None
 
     def arrays(self, arm: str, seed: int = 0) -> dict[str, npt.NDArray[Any]]:
         """The arrays that a measurement stored with `save_arrays`; empty if the trial is not finished."""
@@ -297,6 +307,12 @@ class Results:
     def finished_arms(self) -> list[str]:
         """Names of the arms with a test accuracy, in the experiment's order."""
         return [name for name in self.arms if self.values(name)]
+
+
+def _changes(values: Sequence[float], num_images: int) -> Sample:
+    """Paired differences. Two proportions that differ by d differ in at least d of the images, and in at least one."""
+    least = max(abs(float(np.mean(values))), 1 / num_images) / num_images if num_images else 0.0
+    return Sample(values, least)
 
 
 def _or_lowest(value: float | None) -> float:
