@@ -7,6 +7,7 @@ import resource
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -416,3 +417,19 @@ def test_imagenet_images_are_timms_bit_for_bit(
 ) -> None:
     for data in images(imagenet_val, 12):
         assert torch.equal(Preprocess(TIMM).prepare(data), timm_eval(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "area"])
+@pytest.mark.parametrize("resize", ["short", "squash"])
+@pytest.mark.parametrize("size", [(8, 8), (8, 12)])
+def test_images_of_a_size_that_is_kept_are_unchanged(interpolation: str, resize: str, size: tuple[int, int]):
+    rng, kept = np.random.default_rng(0), set()
+    for resize_to, antialias in product((None, 8, 10), (True, False)):
+        fields = {"image_size": size, "resize": resize, "interpolation": interpolation, "antialias": antialias}
+        preprocess = Preprocess(PreprocessConfig(resize_to=resize_to, **fields))
+        for side in ((8, 8), (8, 12), (10, 10), (12, 12)):
+            if preprocess.keeps(side):
+                kept.add(side)
+                pixels = rng.integers(0, 256, (*side, 3), dtype=np.uint8)
+                assert np.array_equal(preprocess.pixels(pixels), pixels)
+    assert kept == {size}

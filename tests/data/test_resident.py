@@ -101,6 +101,15 @@ def test_without_crops_they_stay_as_evaluation_sees_them(pixels: np.ndarray, cro
     assert np.array_equal(batch.images.permute(0, 2, 3, 1), expected)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_arrays_of_the_right_size_are_copied_without_decoding(channels: int) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 16, 16, channels), np.uint8)
+    source = arrays(pixels)
+    source.images = ["missing.png"] * 20  # cannot be read
+    batch = next(train(source, augment=AugmentConfig(crop="pad")))
+    assert np.array_equal(batch.images.permute(0, 2, 3, 1), pixels[batch.indices].repeat(3 // channels, axis=3))
+
+
 def test_values_that_are_never_rounded_stay_so(pixels: np.ndarray) -> None:
     preprocess = PreprocessConfig(image_size=16, antialias=False)
     batch = next(train(arrays(pixels), augment=AugmentConfig(crop="none"), preprocess=preprocess))

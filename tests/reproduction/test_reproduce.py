@@ -7,17 +7,22 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from reproduction import small_experiment
 from reproduction.conftest import run_inline
 from reproduction.small_experiment import LENGTH, RATES
 from training.commands import Commands
 
+import vitrail
 from vitrail.errors import ConfigError, NotFoundError, TrainError
+from vitrail.reproduction import worker
 from vitrail.reproduction.cost import CostModel
+from vitrail.reproduction.experiments import EXPERIMENTS
 from vitrail.reproduction.reproduce import Reproduction, Status, reproduce
 from vitrail.reproduction.session import Request, open_session
 from vitrail.runs.run_folder import RunFolder
@@ -289,3 +294,47 @@ def test_no_trial_is_started_when_the_time_is_over(reproduce_small: Run, monkeyp
     monkeypatch.setattr(CostModel, "of_unfinished", lambda *_: 0.0)  # everything seems to fit
     done = reproduce_small("out", seeds=1, budget_s=1e-6)
     assert (done.finished, done.left_out) == (0, "the time was over")
+
+
+def test_a_diverged_run_is_a_result_and_its_learning_rate_is_not_selected(reproduce_small: Run, monkeypatch):
+    arms = small_experiment.arms("tiny")
+    wild = replace(arms[0], learning_rates=(1e-2, 1e30), measures=())
+    monkeypatch.setitem(
+        EXPERIMENTS, "small", replace(small_experiment.SMALL, arms=lambda scale, data: [wild, *arms[1:]])
+    )
+    done = reproduce_small("out")
+    assert (done.finished, done.total) == (11, 11)
+    diverged = {key: trial for key, trial in done.results.trials.items() if trial.diverged}
+    assert list(diverged) == ["base-lr1e+30-seed0"]
+    assert diverged["base-lr1e+30-seed0"].test is None
+    assert done.results.selected_rate("base") == 1e-2
+    assert "| Diverged | base-lr1e+30-seed0;" in (done.out / "page.md").read_text()
+
+
+def test_results_of_a_gpu_are_joined_on_a_machine_without_one(
+    reproduce_small: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("vitrail.reproduction.session.Request.device_kind", "cuda")
+    monkeypatch.setattr("vitrail.reproduction.session.Request.num_jobs", 1)
+    trained = reproduce_small("trained", scale="gpu")
+    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as again:
+        again.setitem(EXPERIMENTS, "small", small_experiment.SMALL)
+        joined = reproduce("small", scale="gpu", device="cpu", out=tmp_path / "joined", join=[trained.out])
+    assert (joined.finished, joined.total) == (11, 11)
+    assert contents(joined.out) == contents(trained.out)
+
+
+def test_an_unfinished_run_that_was_moved_continues_from_its_parents_new_place(tmp_path: Path):
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    config = small_experiment.arms("tiny")[2].config
+    run.write_config(config.replace(init_from="/old/place/model"))
+    worker._update_paths(run.path, config.replace(init_from="/new/place/model"))
+    assert run.read_config() == config.replace(init_from="/new/place/model")
+
+
+def test_the_page_names_the_versions_that_ran_the_trials(whole: Path):
+    installed = f"vitrail {vitrail.__version__}, PyTorch {torch.__version__.partition('+')[0]}"
+    assert {trial["versions"] for trial in contents(whole)["trials"]} == {installed}
+    assert f"| Versions | {installed}, 20" in (whole / "page.md").read_text()

@@ -16,6 +16,7 @@ from training.commands import Commands, RunningCommand
 
 from vitrail.config import steps
 from vitrail.errors import TrainError
+from vitrail.reproduction import worker
 from vitrail.reproduction.arm import Arm, Trial
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.experiments import EXPERIMENTS
@@ -198,3 +199,18 @@ def test_workers_save_checkpoints_and_exit_when_the_main_process_is_stopped(
     for trial in trials:
         assert saved_step(trial) == last_step(trial) > 0
         assert not trial.with_suffix(".json").exists()
+
+
+@pytest.mark.slow
+def test_trials_of_one_network_are_compiled_once(tmp_path: Path):
+    from torch._dynamo.utils import counters
+
+    compiled = []
+    for seed in range(3):
+        found = task(tmp_path / str(seed), f"seed{seed}")
+        found["config"] |= {"seed": seed, "compile": True}
+        counters.clear()
+        assert "result" in worker._run({**found, "measures": [], "threads": 1})
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled[0] > 0
+    assert compiled[1:] == [0, 0]

@@ -56,7 +56,7 @@ def reproduce(
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Runs at a time.", show_default="one per CPU core; 8 on a GPU"),
+        typer.Option(min=1, metavar="N", help="Runs at a time.", show_default="one per CPU core; 12 on a GPU"),
     ] = None,
     data: Data = None,
     root: Root = None,

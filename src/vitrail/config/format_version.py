@@ -117,7 +117,7 @@ def upgrade(document: Document, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rename_fields(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    names = RENAMED[section]
+    names = RENAMED.get(section, {})  # a section that is newer than version 1 has none
     return {
         names.get(name, name): NEW_VALUES.get((section, name), {}).get(value, value)
         if isinstance(value, str)

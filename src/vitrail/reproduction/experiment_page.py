@@ -6,7 +6,6 @@ import base64
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
@@ -92,20 +91,13 @@ def _facts(experiment: Experiment, results: Results, info: PageInfo) -> Iterator
     )
     where = f", on {' and '.join(results.devices)}" if results.devices else ""
     yield "Time", f"{format_duration(results.seconds)} in all runs together{where}"
-    yield "Versions", f"vitrail {_version('vitrail')}, PyTorch {_version('torch')}, {_date(info.written)}"
+    yield "Versions", f"{' and '.join(results.versions)}, {_date(info.written)}".removeprefix(", ")
     if info.command:
         yield "Command", info.command
 
 
 def _first_config(results: Results) -> TrainConfig:
     return next(iter(results.arms.values())).config
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package).partition("+")[0]
-    except PackageNotFoundError:
-        return "from source"
 
 
 def _date(seconds: float) -> str:

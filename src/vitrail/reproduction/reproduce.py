@@ -97,7 +97,7 @@ def reproduce(
     out: the folder; trials that are finished there are not run again. data: data in place of the scale's own.
     part: "2/3" runs the second of three parts; join: folders of other parts, whose finished trials are copied.
     budget_s: run the most telling subset that takes at most this long. jobs: number of runs at a time; by default one
-    per CPU core, or eight on a GPU.
+    per CPU core, or twelve on a GPU.
     """
     request = Request(
         name=name, scale=scale, seeds=seeds, overrides=overrides, out=out, data=data, part=part, join=join,

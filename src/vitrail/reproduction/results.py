@@ -59,6 +59,8 @@ class TrialResult:
     """The loss was not finite at some step, so that there are no scores."""
     device: str = ""
     """Where it ran: `NVIDIA H200`, `2 cores of AMD EPYC`."""
+    versions: str = ""
+    """What ran it: `vitrail 0.1.0, PyTorch 2.13.0`."""
 
     def __post_init__(self) -> None:
         finite = {name: value for name, value in self.measures.items() if math.isfinite(value)}
@@ -283,6 +285,11 @@ class Results:
     def devices(self) -> list[str]:
         """Where the finished trials ran."""
         return sorted({trial.device for trial in self.trials.values() if trial.device})
+
+    @property
+    def versions(self) -> list[str]:
+        """What ran the finished trials."""
+        return sorted({trial.versions for trial in self.trials.values() if trial.versions})
 
     @property
     def num_seeds(self) -> int:

@@ -81,6 +81,7 @@ def _train_and_measure(task: Task) -> dict[str, Any]:
 
     import torch
 
+    import vitrail
     from vitrail.config import TrainConfig
     from vitrail.errors import DivergenceError
     from vitrail.models.flops import count_flops, count_parameters
@@ -103,6 +104,7 @@ def _train_and_measure(task: Task) -> dict[str, Any]:
     result = TrialResult(
         **{name: task[name] for name in ("key", "arm", "lr", "seed", "settings", "parent")},
         device=_device_name(config.device),
+        versions=f"vitrail {vitrail.__version__}, PyTorch {torch.__version__.partition('+')[0]}",
     )
     try:
         run = train(config, out=folder, auto_resume=True, report=False)
