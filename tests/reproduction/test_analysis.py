@@ -174,7 +174,7 @@ def test_the_agreement_names_what_does_not_agree_and_what_is_open():
     assert Analysis(verdicts, []).agreement == (
         "2 of 5 claims agree with the source. These do not: “Claim 1”; “Claim 4”. These runs do not decide: “Claim 2”."
     )
-    assert Analysis(verdicts[:1], []).agreement == "1 of 1 claims agree with the source."
+    assert Analysis(verdicts[:1], []).agreement == "1 of 1 claims agrees with the source."
 
 
 # The table of arms

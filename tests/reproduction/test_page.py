@@ -61,7 +61,7 @@ def test_both_files_have_the_same_tables_verdicts_and_facts(tmp_path: Path):
     html, markdown = read_html(out), read_markdown(out)
     assert html == markdown
     for text in ((out / "index.html").read_text(), (out / "page.md").read_text()):
-        assert "1 of 3 claims agree with the source." in text
+        assert "1 of 3 claims agrees with the source." in text
         assert "Ours are smaller." in text
     assert html.tables[0].columns == ["arm", "accuracy, %", "paper"]
     assert html.tables[0].rows == [["a", "62.50 -50.00 to 125.00", "64.2"], ["b", "25.00", "–"], ["c", "–", "–"]]

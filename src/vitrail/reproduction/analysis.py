@@ -103,7 +103,8 @@ class Analysis:
     def agreement(self) -> str:
         """Which claims agree with the source and which do not, in plain sentences."""
         claims = {outcome: [v.claim.rstrip(".") for v in self.verdicts if v.outcome == outcome] for outcome in OUTCOMES}
-        found = [f"{len(claims['holds'])} of {len(self.verdicts)} claims agree with the source."]
+        count = len(claims["holds"])
+        found = [f"{count} of {len(self.verdicts)} claims {'agrees' if count == 1 else 'agree'} with the source."]
         if claims["does not hold"]:
             found.append(f"These do not: {_quoted(claims['does not hold'])}.")
         if claims["undecided"]:
