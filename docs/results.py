@@ -2,9 +2,10 @@
 
     python docs/results.py runs/reproduce/*
 
-Writes docs/results/NAME.md with its figures, docs/results/README.md with one figure for each experiment, and
-src/vitrail/reproduction/recorded.json, which `vitrail reproduce --list` reads. Experiments that are already in
-docs/results and not among the folders stay as they are; of two scales of one experiment, the larger becomes the page.
+Writes docs/results/NAME.md with its figures, docs/results/runs/NAME-SCALE.json with every run, docs/results/README.md
+with one figure for each experiment, and src/vitrail/reproduction/recorded.json, which `vitrail reproduce --list` reads.
+Experiments that are already in docs/results and not among the folders stay as they are; of two scales of one experiment,
+the larger becomes the page.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ repeat: `vitrail reproduce NAME` ([how it works](../reproduce.md)). The datasets
 and so are the networks: a claim that does not hold here may well hold for a ViT-B/16 on ImageNet-21k, and the pages
 say where that is likely. Negative findings are kept. A claim *holds* if the 95 % interval of the difference over seeds
 lies on its side, *does not hold* if the interval lies on the other side, and is *undecided* otherwise. Times are those
-of all runs together; some were recorded on a busy machine and are too long.
+of all runs together, of which several run at the same time; some were recorded on a busy machine and are too long.
 """
 
 
@@ -44,6 +45,8 @@ def main() -> None:
     for folder in parser.parse_args().folders:
         found = json.loads((folder / "results.json").read_text())
         recorded.setdefault(found["experiment"], {})[found["scale"]] = {name: found[name] for name in KEPT}
+        (PAGES / "runs").mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "results.json", PAGES / "runs" / f"{found['experiment']}-{found['scale']}.json")
         if found["scale"] == largest_scale(recorded[found["experiment"]]):
             copy_page(folder, found["experiment"], found["figures"])
     recorded = {name: recorded[name] for name in EXPERIMENTS if name in recorded}
@@ -76,10 +79,16 @@ def overview(recorded: dict[str, dict[str, Any]]) -> str:
         lines += [f"- **{v['outcome']}**: {v['claim']} {v['reason']}" for v in found["verdicts"]]
         if found["figures"]:
             lines += ["", f"![{experiment.title}](figures/{name}-{found['figures'][0]}.png)"]
-        sections.append(
-            "\n".join([*lines, "", f"[All numbers]({name}.md): `vitrail reproduce {name} --scale {found['scale']}`"])
-        )
+        command = f"`vitrail reproduce {name} --scale {found['scale']}`"
+        lines += ["", f"[All numbers]({name}.md){_runs(name, found['scale'])}: {command}"]
+        sections.append("\n".join(lines))
     return "\n".join([INTRODUCTION, *rows, ""]) + "\n" + "\n\n".join(sections) + "\n"
+
+
+def _runs(name: str, scale: str) -> str:
+    """A link to the runs of an experiment; those of the first recordings were not kept."""
+    path = PAGES / "runs" / f"{name}-{scale}.json"
+    return f", [every run](runs/{path.name})" if path.exists() else ""
 
 
 if __name__ == "__main__":

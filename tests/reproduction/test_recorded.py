@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from conftest import ROOT
 
 from vitrail.reproduction.experiment_list import recorded_results
 from vitrail.reproduction.experiments import EXPERIMENTS
+from vitrail.reproduction.results import Results, TrialResult
 
 PAGES = ROOT / "docs" / "results"
 RECORDED = recorded_results()
@@ -37,3 +41,22 @@ def test_recorded_runs_are_complete_and_used_the_plain_command(name: str):
     for scale, found in RECORDED[name].items():
         assert found["finished"] == found["total"]
         assert found["command"].startswith(f"vitrail reproduce {name} --scale {scale}")
+
+
+NEEDS_PREDICTIONS = "A student of a convnet agrees with it more often"
+"""How the verdict begins that needs the predicted classes, which are not in the repository."""
+
+
+@pytest.mark.parametrize("path", sorted(PAGES.glob("runs/*.json")), ids=lambda path: path.stem)
+def test_recorded_verdicts_follow_from_the_recorded_runs(path: Path):
+    found = json.loads(path.read_text())
+    experiment, scale = EXPERIMENTS[found["experiment"]], found["scale"]
+    trials = [TrialResult(**trial) for trial in found["trials"]]
+    analysis = experiment.analyze(Results(experiment.arms(scale, None), scale, trials))
+    verdicts = [
+        {"claim": v.claim, "outcome": v.outcome, "reason": v.reason}
+        for v in analysis.verdicts
+        if not v.claim.startswith(NEEDS_PREDICTIONS)
+    ]
+    recorded = RECORDED[found["experiment"]][scale]["verdicts"]
+    assert verdicts == [v for v in recorded if not v["claim"].startswith(NEEDS_PREDICTIONS)]
