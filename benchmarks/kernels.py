@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from vitrail.kernels.linear_gelu import linear_gelu_tanh, linear_gelu_tanh_reference
+from vitrail.kernels.onednn_linear import linear_reference, onednn_linear
 from vitrail.kernels.packed_attention import packed_attention, packed_attention_reference
 from vitrail.models import drop
 from vitrail.runtime.malloc import tune_malloc
@@ -50,6 +51,22 @@ def linear_gelu(batch: int) -> None:
         }
         with torch.inference_mode():
             show(name, least(calls), "plain", "fused")
+
+
+def linear(batch: int) -> None:
+    for training in (False, True):
+        print(f"linear, {'forward and backward' if training else 'forward'}, float32, CPU, milliseconds")
+        for name, inputs, outputs in (("Ti/16", 192, 768), ("B/16", 768, 3072), ("width 64", 64, 192)):
+            x, b = torch.randn(batch, 197, inputs, requires_grad=training), torch.randn(outputs, requires_grad=training)
+            w = (torch.randn(outputs, inputs) / inputs**0.5).requires_grad_(training)
+
+            def call(kernel: Callable[..., torch.Tensor], x=x, w=w, b=b, training=training) -> None:  # type: ignore[no-untyped-def]
+                y = kernel(x, w, b)
+                if training:
+                    torch.autograd.grad(y, (x, w, b), y.detach())
+
+            times = least({"plain": lambda c=call: c(linear_reference), "oneDNN": lambda c=call: c(onednn_linear)})
+            show(name, times, "plain", "oneDNN")
 
 
 def attention() -> None:
@@ -91,6 +108,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     tune_malloc()
+    linear(options.batch_size)
     linear_gelu(options.batch_size)
     attention()
     dropout()

@@ -30,7 +30,7 @@ def can_fuse_linear_gelu(layer: nn.Module, x: Tensor) -> bool:
     """Whether the fused kernel applies: nn.Linear without hooks, float32 on a CPU, no gradients, tracing or modes."""
     if type(x) is not Tensor or not private_torch.is_plain_eager():
         return False
-    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+    if type(layer) is not nn.Linear or private_torch.has_hooks(layer):
         return False
     weight = layer.weight
     if torch.is_autocast_enabled("cpu") or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vitrail.config import ViTConfig
 from vitrail.config.architecture import Activation
 from vitrail.kernels.linear_gelu import can_fuse_linear_gelu, linear_gelu_tanh
+from vitrail.kernels.onednn_linear import apply_linear, project
 from vitrail.kernels.packed_attention import can_pack_attention, packed_attention
 from vitrail.models import drop
 
@@ -37,7 +38,7 @@ class PatchEmbed(nn.Module):
         p, q = self.weight.shape[-2:]
         x = images.unflatten(3, (-1, q)).unflatten(2, (-1, p))  # B C h p w q
         x = x.permute(0, 2, 4, 1, 3, 5).flatten(3)  # B h w Cpq
-        return F.linear(x, self.weight.flatten(1), self.bias)  # B h w D
+        return project(x, self.weight.flatten(1), self.bias)  # B h w D
 
 
 class RMSNorm(nn.RMSNorm):
@@ -93,7 +94,7 @@ class QKVProjection(nn.Linear):
         if bias is not None and not self.key_bias:
             q, v = bias.chunk(2)
             bias = torch.cat([q, torch.zeros_like(q), v])
-        return F.linear(x, self.weight, bias)
+        return project(x, self.weight, bias)
 
 
 class Attention(nn.Module):
@@ -120,7 +121,7 @@ class Attention(nn.Module):
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
         """`weights_out` receives the attention weights, B H N N; `dropout_seeds`, B int64, seed the final dropout."""
-        qkv = self.qkv(x)  # B N 3D
+        qkv = apply_linear(self.qkv, x)  # B N 3D
         rate = self.attention_dropout if self.training else 0.0
         if (
             not self.has_qk_norm
@@ -137,7 +138,7 @@ class Attention(nn.Module):
                 q, k, bias = qk_transform(q, k)
             x = attend(q, k, v, bias=bias, dropout=rate, weights_out=weights_out)  # B H N K
             x = x.transpose(1, 2).flatten(2)  # B N D
-        return drop.dropout(self.out(x), self.dropout if self.training else 0.0, dropout_seeds)
+        return drop.dropout(apply_linear(self.out, x), self.dropout if self.training else 0.0, dropout_seeds)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -197,9 +198,9 @@ class MLP(nn.Module):
         if self.activation is gelu_tanh and can_fuse_linear_gelu(self.up, x):
             x = linear_gelu_tanh(x, self.up.weight, self.up.bias)  # B N M
         else:
-            x = self.activation(self.up(x))  # B N M
+            x = self.activation(apply_linear(self.up, x))  # B N M
         x = drop.dropout(x, rate, hidden_seeds)
-        return drop.dropout(self.down(x), rate, output_seeds)
+        return drop.dropout(apply_linear(self.down, x), rate, output_seeds)
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @cache
@@ -44,13 +44,31 @@ def is_plain_eager() -> bool:
     return tracing() is None and transforms() is None and num_modes() == 0
 
 
-def linear_gelu_tanh() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module runs hooks, its own or those of all modules, besides its `forward`."""
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    global_hooks = torch_attribute("nn.modules.module._has_any_global_hook")
+    return any(own) or global_hooks is None or bool(global_hooks())
+
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def linear() -> Linear | None:
+    """oneDNN's product with a bias on a CPU; None if this torch does not have it."""
+    operator = _linear_pointwise()
+    return None if operator is None else lambda x, weight, bias: operator(x, weight, bias, "none", [], "")
+
+
+def linear_gelu_tanh() -> Linear | None:
     """oneDNN's product with a bias and the tanh GELU on a CPU; None if this torch does not have it."""
+    operator = _linear_pointwise()
+    return None if operator is None else lambda x, weight, bias: operator(x, weight, bias, "gelu", [], "tanh")
+
+
+def _linear_pointwise() -> Any:
     enabled = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    operator = torch_attribute("ops.mkldnn._linear_pointwise") if enabled else None
-    if operator is None:
-        return None
-    return lambda x, weight, bias: operator(x, weight, bias, "gelu", [], "tanh")
+    return torch_attribute("ops.mkldnn._linear_pointwise") if enabled else None
 
 
 def softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
