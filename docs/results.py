@@ -4,8 +4,8 @@
 
 Writes docs/results/NAME.md with its figures, docs/results/runs/NAME-SCALE.json with every run, docs/results/README.md
 with one figure for each experiment, and src/vitrail/reproduction/recorded.json, which `vitrail reproduce --list` reads.
-Experiments that are already in docs/results and not among the folders stay as they are; of two scales of one experiment,
-the larger becomes the page.
+Experiments that are already in docs/results and not among the folders stay as they are; of two scales of one
+experiment, the larger becomes the page.
 """
 
 from __future__ import annotations
