@@ -2,8 +2,8 @@
 
 PyTorch computes a linear layer with MKL, which on an AMD EPYC is as slow with AVX-512 as without. There, on one core,
 a layer of 192 to 768 channels took 4.3 ms for 8 images of 197 tokens with MKL and 2.0 ms with oneDNN, and 13.6 and 7.2
-with the backward pass (`python benchmarks/kernels.py --threads 1`). Limited to AVX2, oneDNN's forward pass was 1.1 times
-as fast, and its backward pass no faster.
+with the backward pass (`python benchmarks/kernels.py --threads 1`). Limited to AVX2, the forward pass was 1.1 times
+as fast with oneDNN, and the backward pass no faster.
 """
 
 from __future__ import annotations
