@@ -266,7 +266,8 @@ class Swin(BaseNet):
         for name, module in self.named_modules():
             if isinstance(module, TableBias):
                 stage = int(name.split(".")[1])
-                resampled[f"{name}.table"] = resample_table(module.table, module.window, config.table_window(stage))
+                window = config.table_window(stage)
+                resampled[f"{name}.table"] = resample_table(module.table, module.window, window, config.window_rule)
         return self.rebuild(config, resampled)
 
     def with_classes(self, num_classes: int) -> Swin:

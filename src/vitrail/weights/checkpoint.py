@@ -25,12 +25,15 @@ from vitrail.weights.file_type import DOWNLOAD_AGAIN, summarize_names
 from vitrail.weights.format import Format
 from vitrail.weights.huggingface import HUGGINGFACE
 from vitrail.weights.huggingface_config import check_model_type
+from vitrail.weights.microsoft import MICROSOFT
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.native import NATIVE
 from vitrail.weights.sidecars import stated_model
 from vitrail.weights.size_limits import check_names, check_sizes
 from vitrail.weights.timm import TIMM_FORMAT
+from vitrail.weights.timm_swin import TIMM_SWIN
 from vitrail.weights.torchvision import TORCHVISION
+from vitrail.weights.torchvision_swin import TORCHVISION_SWIN
 from vitrail.weights.unsupported import reject_architecture, reject_tensors
 
 FORMATS: tuple[Format, ...] = (
@@ -39,6 +42,9 @@ FORMATS: tuple[Format, ...] = (
     TIMM_FORMAT,
     HUGGINGFACE,
     TORCHVISION,
+    MICROSOFT,
+    TIMM_SWIN,
+    TORCHVISION_SWIN,
     *open_clip.FORMATS,
     *google.FORMATS,
     *google_bit.FORMATS,
@@ -201,7 +207,8 @@ def format_for(name: str, info: ModelInfo) -> Format:
     named = [f for f in FORMATS if f.name == name]
     if not named:
         named = [load_plugin("formats", name, builtin={f.name for f in FORMATS})]
-    return next((f for f in named if not f.unsupported_parts(info)), named[0])
+    of_kind = [f for f in named if type(info.config) in f.config_types] or named
+    return next((f for f in of_kind if not f.missing_parts(info)), of_kind[0])
 
 
 def _with_header_sidecars(archive: Archive) -> Archive:

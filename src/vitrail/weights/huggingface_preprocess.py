@@ -27,7 +27,7 @@ PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
 """Defaults of each image processor class for values that the file omits."""
 SHORT_SIDE = ("CLIP", "Bit", "Siglip")
 """Processors that take a single number as the length of the short side; for the others it is both sides."""
-DEFAULT_PROCESSORS = {"vit": "ViT", "deit": "DeiT", "clip": "CLIP", "siglip": "Siglip"}
+DEFAULT_PROCESSORS = {"vit": "ViT", "deit": "DeiT", "clip": "CLIP", "siglip": "Siglip", "swin": "ViT", "swinv2": "ViT"}
 """Backbone -> its default image processor; the others use Bit's."""
 
 

@@ -40,12 +40,9 @@ def _family(title: str, architectures: str = "", *tensors: str, shared_with: str
 # fmt: off
 UNSUPPORTED = (
     # title, architectures, and sets of tensor names, separated by spaces
-    _family("Swin Transformer V2", r"^swinv2_",
-        f"layers.#.{BLOCK}attn.cpb_mlp.#.weight", "features.#.#.attn.cpb_mlp.#.weight",
-        f"layers.#.{BLOCK}attention.self.continuous_position_bias_mlp.#.weight"),
-    _family("Swin Transformer", r"^swin_",
-        f"layers.#.{BLOCK}attn.relative_position_bias_table", "features.#.#.attn.relative_position_bias_table",
-        f"layers.#.{BLOCK}attention.self.relative_position_bias_table"),
+    _family("Swin V2-CR, timm's own variant", r"^swinv2_cr_", f"stages.#.{BLOCK}attn.meta_mlp.fc1.weight"),
+    _family("Swin-MLP", "", f"layers.#.{BLOCK}spatial_mlp.weight"),
+    _family("Swin-MoE", "", f"layers.#.{BLOCK}mlp._moe_layer.experts.batched_fc1_w"),
     _family("MViT", r"^mvitv2_", f"{BLOCK}attn.pool_q.weight"),
     _family("Hiera", r"^(sam2_)?hiera_",
         f"{BLOCK}attn.qkv.weight {BLOCK}proj.weight", "encoder.stages.#.layers.#.attn.qkv.weight"),
