@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vitrail.config import PreprocessConfig, SwinConfig, pair
@@ -131,73 +131,96 @@ def _windows(
     archive: Archive, naming: SwinNaming, options: dict[str, Any], stated: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Options for the image size and the windows: stated, or found in the tensors, or those of the released models."""
-    found = [_stage_window(archive, naming, stage, blocks) for stage, blocks in enumerate(options["depths"])]
-    known = [window for window in stated.pop("windows_in_use", found) if window is not None]
-    if len(known) < len(found):  # version 2 without buffers
-        if "window_size" not in stated:
-            raise FormatError(
-                "the file does not store the window size of this Swin Transformer V2; pass window_size=8 and "
-                "image_size=256, or the model's own; for models that were pre-trained with another window, such as "
-                "window12to16 and window12to24, also pretrained_window_sizes=12,12,12,6, for the others 0,0,0,0."
-            )
-        window = pair(stated["window_size"])
-        default = RELEASED_V2.get(window[0], 32 * window[0])
-        return {"window_size": window, "image_size": stated.get("image_size", default)}, []
-    notes, size = [], stated.get("image_size") or _image_size_of_masks(archive, naming, options["patch_size"], known[0])
+    rows = [_table_rows(archive, naming, stage, blocks) for stage, blocks in enumerate(options["depths"])]
+    in_use, size = stated.pop("windows_in_use", None), stated.get("image_size")
+    if in_use:
+        windows = [pair(tuple(window)) for window in in_use]
+        side = max(max(window) for window in windows)
+        found = _describe(
+            options | {"image_size": size}, [(side, side)], lambda config, s: config.table_window(s) == windows[s]
+        )
+        return {"image_size": size, **(found or {"stage_window_sizes": tuple(windows)})}, []
+    if None in rows:  # version 2 without buffers
+        return _stated_windows(stated), []
+    notes, squares = [], [_square_window(count) for count in rows]
+    size = size or _image_size_of_masks(archive, naming, options["patch_size"], squares[0])
     if not size:
-        scale = 2 ** (len(known) - 1)
-        side = tuple(scale * known[-1] * patch for patch in options["patch_size"])
-        size = side
+        scale = 2 ** (len(rows) - 1)
+        size = tuple(scale * (squares[-1] or 7) * patch for patch in options["patch_size"])
         notes.append(
-            f"the file does not store the image size: {side[0]}x{side[1]} is assumed, for which the last stage has one "
+            f"the file does not store the image size: {size[0]}x{size[1]} is assumed, for which the last stage has one "
             "window; pass image_size=... if that is wrong."
         )
-    pretrained = _pretrained_windows(archive, naming, options["depths"], known)
-    return {"image_size": size, **_smallest_description(options, known, size), **pretrained}, notes
-
-
-def _stage_window(archive: Archive, naming: SwinNaming, stage: int, blocks: int) -> int | None:
-    """The window size of a stage: from its table of position biases or of distances; None without either."""
-    table = _stage_shape(archive, naming, stage, blocks, f"{naming.attention}relative_position_bias_table")
-    coordinates = _stage_shape(archive, naming, stage, blocks, f"{naming.attention}relative_coords_table")
-    if table is None and coordinates is None:
-        return None
-    rows = math.prod(coordinates[1:3]) if table is None and coordinates else (table or (0,))[0]
-    side = math.isqrt(rows)
-    if side * side != rows or not side % 2:
+    given = stated.get("window_size", ())
+    candidates = [pair(given)] if isinstance(given, int) or len(given) == 2 else []
+    candidates += [(window, window) for window in squares if window]
+    found = _describe(
+        options | {"image_size": size}, candidates, lambda config, s: _rows(config.table_window(s)) == rows[s]
+    )
+    if not found and None in squares:
         raise FormatError(
-            f"the tables of stage {stage + 1} have {rows} rows, which is not a square window; vitrail reads models "
-            "with square windows only."
+            f"the tables of position biases have {rows} rows: windows that are not square at image_size={size}, which "
+            "does not fit; pass image_size=(height, width)."
         )
-    return (side + 1) // 2
+    found = found or {"stage_window_sizes": tuple((window, window) for window in squares if window)}
+    return {"image_size": size, **found, **_pretrained_windows(archive, naming, len(rows))}, notes
 
 
-def _image_size_of_masks(archive: Archive, naming: SwinNaming, patch: tuple[int, ...], window: int) -> Any:
+def _stated_windows(stated: dict[str, Any]) -> dict[str, Any]:
+    if "window_size" not in stated:
+        raise FormatError(
+            "the file does not store the window size of this Swin Transformer V2; pass window_size=8 and "
+            "image_size=256, or the model's own; for models that were pre-trained with another window, such as "
+            "window12to16 and window12to24, also pretrained_window_sizes=12,12,12,6, for the others 0,0,0,0."
+        )
+    window = pair(stated["window_size"])
+    return {"window_size": window, "image_size": stated.get("image_size", RELEASED_V2.get(window[0], 32 * window[0]))}
+
+
+def _describe(
+    options: dict[str, Any], candidates: Sequence[Grid], fits: Callable[[SwinConfig, int], bool]
+) -> dict[str, Any]:
+    """The first window size that, adapted to the maps by the library's rule, fits every stage; empty if none does."""
+    for window in candidates:
+        config = SwinConfig(**options | {"window_size": window})
+        if all(fits(config, stage) for stage in range(len(config.depths))):
+            return {"window_size": window}
+    return {}
+
+
+def _table_rows(archive: Archive, naming: SwinNaming, stage: int, blocks: int) -> int | None:
+    """Rows of a stage's table of position biases, or of distances (version 2); None without either."""
+    table = _stage_shape(archive, naming, stage, blocks, f"{naming.attention}relative_position_bias_table")
+    distances = _stage_shape(archive, naming, stage, blocks, f"{naming.attention}relative_coords_table")
+    return table[0] if table else math.prod(distances[1:3]) if distances else None
+
+
+def _rows(window: Grid) -> int:
+    return (2 * window[0] - 1) * (2 * window[1] - 1)
+
+
+def _square_window(rows: int | None) -> int | None:
+    side = math.isqrt(rows or 0)
+    return (side + 1) // 2 if rows and side * side == rows and side % 2 else None
+
+
+def _image_size_of_masks(archive: Archive, naming: SwinNaming, patch: tuple[int, ...], window: int | None) -> Any:
     """The image size from the mask of the first shifted block, if the file has it; for a square image."""
     name = f"{naming.block_name(0, 1)}attn_mask"
-    if name not in archive.tensors:
+    if name not in archive.tensors or not window:
         return None
     windows = math.isqrt(archive.shape(name)[0])
     return tuple(windows * window * side for side in patch)
 
 
-def _smallest_description(options: dict[str, Any], windows: list[int], size: Any) -> dict[str, Any]:
-    """One window size if those of the tables differ only by the adaptation to small maps, else one for each stage."""
-    trial = SwinConfig(**options | {"image_size": size, "window_size": windows[0]})
-    if [trial.table_window(stage) for stage in range(len(windows))] == [(w, w) for w in windows]:
-        return {"window_size": windows[0]}
-    return {"window_size": windows[0], "stage_window_sizes": tuple(windows)}
-
-
-def _pretrained_windows(
-    archive: Archive, naming: SwinNaming, depths: tuple[int, ...], windows: list[int]
-) -> dict[str, Any]:
+def _pretrained_windows(archive: Archive, naming: SwinNaming, stages: int) -> dict[str, Any]:
     """Window sizes of the pre-training, which scale the stored tables of distances (version 2)."""
     sizes = []
-    for stage, window in enumerate(windows):
+    for stage in range(stages):
         name = f"{naming.block_name(stage, 0)}{naming.attention}relative_coords_table"
-        if name not in archive.tensors or window == 1:
+        if name not in archive.tensors or archive.shape(name)[1] == 1:
             return {}
+        window = (archive.shape(name)[1] + 1) // 2
         largest = 2 ** (3 * float(archive.tensors[name].max())) - 1  # of t = 8 d / (w - 1)
         trained = 1 + round(8 * (window - 1) / largest)
         sizes.append(0 if trained == window else trained)

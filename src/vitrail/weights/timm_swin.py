@@ -145,8 +145,11 @@ def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite:
 def timm_unsupported(info: ModelInfo) -> list[str]:
     config = info.config
     assert isinstance(config, SwinConfig)
-    square = len(set(pair(config.patch_size))) == 1
-    return [*unsupported_parts(TIMM_NAMES, info), *([] if square else ["a patch that is not square"])]
+    parts = {
+        "a patch that is not square": len(set(pair(config.patch_size))) > 1,
+        "a network without a head (timm takes such a file for its older layout)": not config.num_classes,
+    }
+    return [*unsupported_parts(TIMM_NAMES, info), *(name for name, present in parts.items() if present)]
 
 
 TIMM_SWIN = Format(
