@@ -55,8 +55,14 @@ TABLE = {
     ("timm vision_transformer_sam", "bare"): (0, 0, 4),
     ("timm naflexvit", "folder"): (0, 0, 8),
     ("timm naflexvit", "bare"): (0, 0, 8),
-    ("transformers", "folder"): (29, 0, 44),
-    ("transformers", "bare"): (27, 10, 36),
+    ("timm swin_transformer", "folder"): (9, 0, 0),
+    ("timm swin_transformer", "bare"): (9, 0, 0),
+    ("timm swin_transformer_v2", "folder"): (12, 0, 0),
+    ("timm swin_transformer_v2", "bare"): (0, 12, 0),
+    ("timm swin_transformer_v2_cr", "folder"): (0, 0, 16),
+    ("timm swin_transformer_v2_cr", "bare"): (0, 0, 16),
+    ("transformers", "folder"): (33, 0, 43),
+    ("transformers", "bare"): (30, 12, 34),
 }
 """Counts for each module: read exactly, read exactly with the required option, refused by name."""
 

@@ -114,6 +114,21 @@ def test_every_released_size_is_recognized_from_microsofts_tensors(model: Any) -
     assert found.replace(**windows) == expected
 
 
+@pytest.mark.peer
+@pytest.mark.parametrize("model", [v for v in PUBLISHED_MODELS if v.family.startswith("Swin")], ids=lambda v: v.name)
+def test_every_released_size_is_recognized_from_timms_repository(model: Any) -> None:
+    with torch.device("meta"):
+        theirs = import_peer("timm").create_model(model.aliases[0], num_classes=21841)
+    state = LazyTensors.from_tensors(theirs.state_dict())
+    sidecar = {"architecture": model.aliases[0], "num_classes": 21841, "pretrained_cfg": theirs.pretrained_cfg}
+    form, archive = checkpoint.detect_format(Archive("folder", state, sidecars={"config.json": sidecar}))
+    found = form.infer_info(archive).config
+    expected = parse_name(model.name).replace(num_classes=21841, window_rule="timm", uncovered="refuse")
+    windows = {"window_size": expected.window_size, "stage_window_sizes": expected.stage_window_sizes}
+    assert found.replace(**windows) == expected
+    form.table(found).read(archive.tensors, build(found, meta=True), found)
+
+
 def test_simmims_encoder_is_read_without_its_decoder(tmp_path: Path) -> None:
     state = {n: t for n, t in state_dict_of("v1").items() if not n.startswith("head.")}
     state = {f"encoder.{n}": t for n, t in (state | {"mask_token": torch.zeros(1, 1, 8)}).items()}

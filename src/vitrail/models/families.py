@@ -147,8 +147,19 @@ FAMILIES: dict[str, Family] = {
         preprocess=BIT,
         verified_against="golden outputs of google-research/big_vision; timm; transformers",
     ),
-    "Swin": Family("Swin Transformer (Liu et al. 2021)", preprocess=DEIT, crop_fraction=_crop_875),
-    "SwinV2": Family("Swin Transformer V2 (Liu et al. 2021)", {"version": 2}, preprocess=DEIT, crop_fraction=_crop_875),
+    "Swin": Family(
+        "Swin Transformer (Liu et al. 2021)",
+        preprocess=DEIT,
+        crop_fraction=_crop_875,
+        verified_against="golden outputs of microsoft/Swin-Transformer; timm; transformers; torchvision",
+    ),
+    "SwinV2": Family(
+        "Swin Transformer V2 (Liu et al. 2021)",
+        {"version": 2},
+        preprocess=DEIT,
+        crop_fraction=_crop_875,
+        verified_against="golden outputs of microsoft/Swin-Transformer; timm; transformers; torchvision",
+    ),
 }
 
 

@@ -110,7 +110,7 @@ def parse_name(name: str) -> NetConfig:
         return _swin(match)
     match = NAME.fullmatch(name)
     family = match and _find_key(FAMILIES, match["family"])
-    if not match or not family or family == "BiT":
+    if not match or not family or family in ("BiT", "Swin", "SwinV2"):
         known = [*(v.name for v in PUBLISHED_MODELS), *plugin_names("models")]
         raise NotFoundError(f"unknown model {name!r}{did_you_mean(name, known)}")
     return _vit(match, family)

@@ -55,8 +55,8 @@ def read_module(module: nn.Module, *, overrides: Mapping[str, Any], **options: A
     archive = _archive_of(module)
     if not any(form.detect(archive) is not None for form in checkpoint.all_formats()):
         raise FormatError(
-            f"{archive.source} is not a supported network; expected a Vision Transformer or BiT of timm, "
-            "transformers, torchvision or open_clip."
+            f"{archive.source} is not a supported network; expected a Vision Transformer, Swin Transformer or BiT of "
+            "timm, transformers, torchvision or open_clip."
         )
     # A transformers config states all conventions.
     conventions = {} if _is_transformers(module) else _infer_conventions(module)
