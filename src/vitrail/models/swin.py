@@ -27,7 +27,7 @@ from vitrail.models import drop, init
 from vitrail.models.base import BaseNet
 from vitrail.models.layers import PatchEmbed
 from vitrail.models.output import PER_LAYER, Output, resolve_layers, resolve_outputs
-from vitrail.models.swin_layers import ContinuousBias, PatchMerging, SwinBlock, TableBias, resample_table
+from vitrail.models.swin_layers import ContinuousBias, PatchMerging, SwinBlock, TableBias, by_window, resample_table
 from vitrail.models.windows import Grid
 
 # B images of C channels; T = h w tokens of a stage's map; D width of the stage
@@ -212,7 +212,8 @@ class Swin(BaseNet):
         else:
             x = block(x, grid, weights, seeds)
         if weights:
-            requested.kept_attention[number] = weights[0]
+            assert isinstance(block, SwinBlock)
+            requested.kept_attention[number] = by_window(weights[0], len(x), block.attention.num_heads)
         if keep and requested.tokens:
             requested.kept_tokens[number] = x, grid
         return x

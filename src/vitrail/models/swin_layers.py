@@ -174,7 +174,7 @@ class WindowAttention(nn.Module):
         weights_out: list[Tensor] | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
-        """`weights_out` receives the attention weights, B nW H N N; `dropout_seeds`, B int64, seed the dropout."""
+        """`weights_out` receives the attention weights, for `by_window`; `dropout_seeds`, B int64, seed the dropout."""
         plan = self.plan(grid, x)
         qkv = self.qkv(windows.to_windows(x, plan))  # B nW N 3D
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(3)  # each B nW N H K
@@ -210,11 +210,13 @@ def attend_in_windows(
     else:  # windows beside the heads: the bias, which differs between them, is shared by all images
         q, k, v = (x.transpose(2, 3).flatten(1, 2) for x in (q, k, v))  # each B, nW H, N, K
         bias = bias.flatten(0, 1)[None]
-    weights: list[Tensor] | None = None if weights_out is None else []
-    x = attend(q, k, v, bias=bias, dropout=dropout, weights_out=weights, scale=scale)
-    if weights_out is not None and weights is not None:
-        weights_out.append(weights[0].reshape(num_images, num_windows, num_heads, tokens, tokens))
+    x = attend(q, k, v, bias=bias, dropout=dropout, weights_out=weights_out, scale=scale)
     return x.reshape(num_images, num_windows, num_heads, tokens, -1).transpose(2, 3).flatten(3)
+
+
+def by_window(weights: Tensor, num_images: int, num_heads: int) -> Tensor:
+    """The weights of `attend_in_windows`, whose windows are a batch or beside the heads -> B nW H N N."""
+    return weights.reshape(num_images, -1, num_heads, *weights.shape[-2:])
 
 
 class SwinBlock(nn.Module):
