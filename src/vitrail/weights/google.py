@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
+from vitrail.config import StemConfig, ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.weights.archive import Archive
 from vitrail.weights.family_defaults import default_preprocess
-from vitrail.weights.format import Format, Writer
+from vitrail.weights.format import KINDS, Format, Writer
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import (
     CLASS_TOKEN,
@@ -370,8 +370,8 @@ def parts_beyond_original(config: ViTConfig) -> list[str]:
 
 def unsupported_parts(naming: ViTNaming, info: ModelInfo) -> list[str]:
     config = info.config
-    if isinstance(config, BiTConfig):
-        return ["a BiT ResNet"]
+    if not isinstance(config, ViTConfig):
+        return [KINDS[type(config)]]
     learned = config.class_token and config.position == "learned-1d"
     parts = {
         "sincos-2d positions": naming.is_original and config.position == "sincos-2d",

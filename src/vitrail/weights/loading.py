@@ -88,7 +88,7 @@ def _channels_note(net: Net, channels: int) -> str:
     else:
         how = f"cut from {had} to {channels} and scaled by {had}/{channels}"
     note = f"for {channels} channel{plural} the first filters were {how}"
-    standardized = isinstance(net.config, BiTConfig) or net.config.stem is not None
+    standardized = isinstance(net.config, BiTConfig) or getattr(net.config, "stem", None) is not None
     return (
         f"{note}; its first convolution is weight-standardized, so the model must be fine-tuned before use"
         if standardized

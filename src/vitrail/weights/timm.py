@@ -29,6 +29,7 @@ from vitrail.weights.renaming import (
     RenameTable,
     Rule,
     Transform,
+    as_vit,
     weight_and_bias,
 )
 from vitrail.weights.timm_family import infer_family, script_args
@@ -132,6 +133,7 @@ BIT = [
 def table(config: AnyConfig) -> RenameTable:
     if isinstance(config, BiTConfig):
         return RenameTable("timm", BIT)
+    config = as_vit(config)
     norm = "fc_norm" if config.pool_norm == "after" and not config.distilled else "norm"
     positions = REGISTER_RULES if config.num_registers and config.position == "learned-1d" else POSITION_RULES
     stem = ROOT_ALONE if config.stem and not config.stem.layers else STEM

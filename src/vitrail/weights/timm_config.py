@@ -19,6 +19,7 @@ from vitrail.models.published_models import PUBLISHED_MODELS
 from vitrail.weights.archive import Archive
 from vitrail.weights.class_names import imagenet_1k
 from vitrail.weights.model_info import ModelInfo
+from vitrail.weights.renaming import as_vit
 from vitrail.weights.sidecars import open_clip_pretrained_cfg, open_clip_tower, stated_model
 from vitrail.weights.timm_family import SUPPORTED_ARCHS, arch_from_script
 from vitrail.weights.timm_pretrained_cfg import pretrained_cfg
@@ -271,6 +272,7 @@ def unsupported_parts(config: NetConfig) -> list[str]:
     if isinstance(config, BiTConfig):
         fits = (config.layers, config.width_factor) in BIT_ARCH
         return [] if fits else [f"a BiT of layers {config.layers} and width {config.width_factor:g}"]
+    config = as_vit(config)
     parts = {
         f"{config.position} positions": config.position not in ("none", "learned-1d"),
         "position embeddings added at every layer": config.position != "none" and config.resolved_position_at != "stem",
@@ -302,6 +304,7 @@ def inexact_conventions(config: NetConfig) -> list[str]:
     if isinstance(config, BiTConfig):
         other = config.standardize_eps != 1e-8
         return [f"a weight standardization epsilon of {config.standardize_eps:g} (timm has 1e-8)"] if other else []
+    config = as_vit(config)
     differences = []
     if config.norm_eps not in (1e-5, 1e-6) or (config.norm == "rms" and config.norm_eps != 1e-6):
         differences.append(f"a norm epsilon of {config.norm_eps:g} (timm has 1e-6, or 1e-5 in its CLIP models)")
@@ -329,6 +332,7 @@ def architecture(config: NetConfig) -> str:
     """The timm architecture whose code fits; its sizes are overridden by `model_args`."""
     if isinstance(config, BiTConfig):
         return BIT_ARCH[config.layers, config.width_factor]
+    config = as_vit(config)
     if config.stem:
         return STEM_ARCH[config.stem.layers]
     if config.distilled:
@@ -366,6 +370,7 @@ def model_args(config: NetConfig) -> dict[str, Any]:
     """Every argument whose default may differ in the architecture."""
     if isinstance(config, BiTConfig):
         return {} if config.channels == 3 else {"in_chans": config.channels}
+    config = as_vit(config)
     activation = (
         next(k for k, v in ACTIVATIONS.items() if v == config.activation) if config.activation != "swiglu" else None
     )
@@ -405,14 +410,17 @@ def config_json(info: ModelInfo) -> dict[str, Any]:
     """The contents of config.json as timm writes it."""
     config = info.config
     if isinstance(config, ViTConfig):
+        num_features = config.width
         first = "patch_embed.backbone.stem.conv" if config.stem else "patch_embed.proj"
         cfg = pretrained_cfg(info, first, ["head", "head_dist"] if config.distilled else "head")
     else:
+        assert isinstance(config, BiTConfig)
+        num_features = int(64 * config.width_factor * 32)
         cfg = pretrained_cfg(info, "stem.conv", "head.fc", fixed_input_size=False)
     values: dict[str, Any] = {
         "architecture": architecture(config),
         "num_classes": config.num_classes,
-        "num_features": config.width if isinstance(config, ViTConfig) else int(64 * config.width_factor * 32),
+        "num_features": num_features,
         "pretrained_cfg": cfg,
         "model_args": model_args(config),
     }
