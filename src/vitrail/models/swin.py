@@ -254,6 +254,11 @@ class Swin(BaseNet):
         biases = tuple(f"{name}." for name, module in self.named_modules() if isinstance(module, ContinuousBias))
         return {name for name in super().decayed_parameters() if not name.startswith(biases)}
 
+    @property
+    def table_windows(self) -> tuple[Grid, ...]:
+        """Version 1: window size of each table of position biases; empty in version 2."""
+        return tuple(module.window for module in self.modules() if isinstance(module, TableBias))
+
     def resized(self, image_size: Pair) -> Swin:
         """A copy for images of this size. Tables of position biases whose window changes by the rule are resampled."""
         return self._rebuilt(self.config.replace(image_size=image_size))
