@@ -104,9 +104,9 @@ def test_conventions_agree_at_the_training_size_and_differ_elsewhere(version: in
     expected = {side: nets["torchvision"](x) for side, x in images.items()}
     for net in nets.values():
         assert relative(net(images[64]), expected[64]) <= 1e-5
-    assert relative(nets["timm"](images[56]), expected[56]) > 0.02
+    assert relative(nets["timm"](images[56]), expected[56]) > 0.01
     assert relative(nets["microsoft"](images[56]), expected[56]) <= 1e-5  # both pad, then shift
-    assert relative(nets["microsoft"](images[24]), expected[24]) > 0.02
+    assert relative(nets["microsoft"](images[24]), expected[24]) > 0.01
 
 
 def test_version_2_is_finite_with_windows_of_one_token() -> None:
