@@ -40,8 +40,6 @@ UNSUPPORTED_NAMES = (
     ("eva02", "EVA-02"),
     ("eva_giant", "EVA"),
     ("sapiens2", "Sapiens"),
-    ("dinov3", "DINOv3"),
-    ("lingbot", "LingBot"),
     ("_rope_", "RoPE"),
     ("_pe_", "Perception Encoder"),
     ("relpos", "relative position"),
@@ -151,6 +149,8 @@ def known_options(name: str, model: nn.Module) -> dict[str, Any]:
         trained = tuple(layer.blocks[0].attn.pretrained_window_size[0] for layer in model.layers)  # type: ignore
         size = model.pretrained_cfg["input_size"][-1]  # type: ignore[index]
         return {"window_size": block.window_size, "image_size": size, "pretrained_window_sizes": trained}
+    if "dinov3" in name or "lingbot" in name:
+        return {"pool": {"avg": "gap", "token": "token"}[str(model.global_pool)]}
     if not hasattr(model, "blocks"):
         return {"family": "BiT"}
     block: Any = model.blocks[0]  # type: ignore[index]

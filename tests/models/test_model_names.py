@@ -79,6 +79,12 @@ COUNTS = {
     "DINOv2-B/14-reg": (86_582_784, 304.23),
     "DINOv2-L/14-reg": (304_371_712, 1017.10),
     "DINOv2-g/14-reg": (1_136_485_376, 3578.44),
+    "DINOv3-S/16": (21_596_160, 9.40),
+    "DINOv3-S+/16": (28_692_480, 12.24),
+    "DINOv3-B/16": (85_659_648, 35.86),
+    "DINOv3-L/16": (303_128_576, 125.68),
+    "DINOv3-H+/16": (840_591_360, 344.23),
+    "DINOv3-7B/16": (6_716_030_976, 2725.49),
     "CLIP-B/32": (87_849_216, 8.82),
     "CLIP-B/16": (86_192_640, 35.13),
     "CLIP-L/14": (303_966_208, 162.03),
@@ -254,6 +260,11 @@ PARITY_TESTS = {
         "golden": f"{W}/test_google_bit.py::bigvision_bit_small",
         "timm": f"{W}/test_timm.py::resnetv2_50x1_bit",
         "transformers": "tests/transformers_peers.py::BitForImageClassification",
+    },
+    "DINOv3": {
+        "golden": f"{W}/test_dinov3.py::golden_values",
+        "timm": f"{W}/test_dinov3.py::vit_small_patch16_dinov3",
+        "transformers": f"{W}/test_dinov3.py::DINOv3ViTModel",
     },
     **{
         family: {

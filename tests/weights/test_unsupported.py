@@ -17,17 +17,6 @@ BLOCK = "norm1.weight norm1.bias attn.qkv.weight attn.proj.weight attn.proj.bias
 TRUNK = "cls_token patch_embed.proj.weight patch_embed.proj.bias"
 FILES = {
     # codebase: (name in the error, tensors outside the blocks, tensors of a block)
-    "DINOv3, Meta's": (
-        "DINOv3",
-        f"{TRUNK} storage_tokens mask_token rope_embed.periods norm.weight",
-        f"{BLOCK} ls1.gamma",
-    ),
-    "DINOv3, timm's": ("DINOv3", f"{TRUNK} reg_token norm.weight", f"{BLOCK} gamma_1 gamma_2"),
-    "BEiT, Microsoft's": (
-        "BEiT",
-        f"{TRUNK} fc_norm.weight head.weight",
-        f"{BLOCK} gamma_1 attn.q_bias attn.v_bias attn.relative_position_bias_table",
-    ),
     "BEiT, pre-training": ("BEiT", f"{TRUNK} mask_token rel_pos_bias.relative_position_bias_table", f"{BLOCK} gamma_1"),
     "EVA-02, its authors'": (
         "EVA-02",
@@ -88,7 +77,6 @@ def test_file_of_an_unsupported_family_is_refused_by_name(kind: str, section: st
     ("architecture", "family"),
     [
         ("swinv2_cr_tiny_224", "Swin V2-CR"),
-        ("vit_small_patch16_dinov3", "DINOv3"),
         ("beitv2_base_patch16_224", "BEiT"),
         ("eva02_base_patch14_448", "EVA-02"),
         ("aimv2_large_patch14_224", "AIMv2"),

@@ -104,6 +104,8 @@ class ViTConfig(Config):
     """Bias in the patch projection; CLIP has none."""
     qkv_bias: bool = True
     """Bias in queries, keys and values."""
+    key_bias: bool = True
+    """Bias in keys, where queries and values have one; not in DINOv3."""
     proj_bias: bool = True
     """Bias in the attention's output and in the MLP."""
     qk_norm: bool = False

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from vitrail.config import BiTConfig, NetConfig, StemConfig, SwinConfig, ViTConfig, pair
-from vitrail.config.sizes import DINOV2_G, SIGLIP2_G, SIZES
+from vitrail.config.sizes import DINOV2_G, DINOV3_SIZES, SIGLIP2_G, SIZES
 from vitrail.errors import NotFoundError, did_you_mean
 from vitrail.models.families import FAMILIES
 from vitrail.models.published_models import PUBLISHED_MODELS, PublishedModel
@@ -44,7 +44,7 @@ CLIP_EMBED_DIM = {"B": 512, "B+": 640, "L": 768, "H": 1024, "g": 1024, "G": 1280
 """Dimension of CLIP's joint embedding space."""
 
 NAME = re.compile(
-    r"(?:(?P<stem>R\d*)\+)?(?P<family>[A-Za-z]+\w*)-(?P<size>[A-Za-z]\w*?)/(?P<patch>\d+)"
+    r"(?:(?P<stem>R\d*)\+)?(?P<family>[A-Za-z]+\w*)-(?P<size>[A-Za-z]\w*?\+?|7B)/(?P<patch>\d+)"
     r"(?:-(?P<option>distilled|reg|gap|tok|map))?(?:@(?P<image>\d+(?:x\d+)?))?",
     re.IGNORECASE,
 )
@@ -117,16 +117,19 @@ def parse_name(name: str) -> NetConfig:
 
 
 def _vit(match: re.Match[str], family: str) -> ViTConfig:
-    known = SIZES if match["size"] not in ("g", "G") else {match["size"]: SIZES[match["size"]]}
+    sizes = SIZES | DINOV3_SIZES if family == "DINOv3" else SIZES
+    known = sizes if match["size"] not in ("g", "G") else {match["size"]: SIZES[match["size"]]}
     letter = _find_key(known, match["size"])
     if not letter:
-        raise NotFoundError(f"{match[0]}: there is no size {match['size']!r}; the sizes are {', '.join(SIZES)}.")
-    size = DINOV2_G if (family, letter) == ("DINOv2", "g") else SIZES[letter]
+        raise NotFoundError(f"{match[0]}: there is no size {match['size']!r}; the sizes are {', '.join(sizes)}.")
+    size = DINOV2_G if (family, letter) == ("DINOv2", "g") else sizes[letter]
     image = _image(match["image"]) or (518 if family == "DINOv2" else 224)
     options: dict[str, Any] = {"image_size": image, "patch_size": int(match["patch"]), **size._asdict()}
     options |= FAMILIES[family].config_overrides
-    if size is DINOV2_G:
+    if size is DINOV2_G or letter in DINOV3_SIZES:
         options["activation"] = "swiglu"
+    if letter == "7B":
+        options |= {"qkv_bias": False, "key_bias": True}  # without any, there is none to leave out
     if family == "CLIP":
         options["num_classes"] = CLIP_EMBED_DIM.get(letter, size.width)
     if family == "BV":  # big_vision: its tanh layer is as wide as a token, its positions 1 / sqrt(width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -19,7 +20,7 @@ class PublishedModel:
 
     @property
     def family(self) -> str:
-        return self.name.split("+")[-1].split("-")[0]
+        return re.sub(r"^R\d*\+", "", self.name).split("-")[0]  # without the stem of a hybrid
 
 
 def _timm(name: str, arch: str, tag: str, *aliases: str) -> PublishedModel:
@@ -88,6 +89,12 @@ PUBLISHED_MODELS: tuple[PublishedModel, ...] = (
     _timm("DINOv2-B/14-reg", "vit_base_patch14_reg4_dinov2", "lvd142m", "facebook/dinov2-with-registers-base", "dinov2_vitb14_reg"),
     _timm("DINOv2-L/14-reg", "vit_large_patch14_reg4_dinov2", "lvd142m", "facebook/dinov2-with-registers-large", "dinov2_vitl14_reg"),
     _timm("DINOv2-g/14-reg", "vit_giant_patch14_reg4_dinov2", "lvd142m", "facebook/dinov2-with-registers-giant", "dinov2_vitg14_reg"),
+    _timm("DINOv3-S/16", "vit_small_patch16_dinov3_qkvb", "lvd1689m", "facebook/dinov3-vits16-pretrain-lvd1689m", "dinov3_vits16"),
+    _timm("DINOv3-S+/16", "vit_small_plus_patch16_dinov3_qkvb", "lvd1689m", "facebook/dinov3-vits16plus-pretrain-lvd1689m", "dinov3_vits16plus"),
+    _timm("DINOv3-B/16", "vit_base_patch16_dinov3_qkvb", "lvd1689m", "facebook/dinov3-vitb16-pretrain-lvd1689m", "dinov3_vitb16"),
+    _timm("DINOv3-L/16", "vit_large_patch16_dinov3_qkvb", "lvd1689m", "facebook/dinov3-vitl16-pretrain-lvd1689m", "dinov3_vitl16"),
+    _timm("DINOv3-H+/16", "vit_huge_plus_patch16_dinov3_qkvb", "lvd1689m", "facebook/dinov3-vith16plus-pretrain-lvd1689m", "dinov3_vith16plus"),
+    _timm("DINOv3-7B/16", "vit_7b_patch16_dinov3", "lvd1689m", "facebook/dinov3-vit7b16-pretrain-lvd1689m", "dinov3_vit7b16"),
     PublishedModel("CLIP-B/32", "openai/clip-vit-base-patch32", ("vit_base_patch32_clip_quickgelu_224", "timm/vit_base_patch32_clip_224.openai")),
     PublishedModel("CLIP-B/16", "openai/clip-vit-base-patch16", ("vit_base_patch16_clip_quickgelu_224", "timm/vit_base_patch16_clip_224.openai")),
     PublishedModel("CLIP-L/14", "openai/clip-vit-large-patch14", ("vit_large_patch14_clip_quickgelu_224", "timm/vit_large_patch14_clip_224.openai")),

@@ -17,7 +17,7 @@ from vitrail.errors import CheckpointError, FormatError, ModelError, NotFoundErr
 from vitrail.models import Net, build
 from vitrail.models.families import FAMILIES
 from vitrail.plugins import load_plugin, plugin_names
-from vitrail.weights import google, google_bit, open_clip
+from vitrail.weights import dinov3, google, google_bit, open_clip
 from vitrail.weights.archive import Archive, align_tensor, open_archive
 from vitrail.weights.facebook import FACEBOOK
 from vitrail.weights.family_defaults import default_preprocess, family_conventions
@@ -38,6 +38,7 @@ from vitrail.weights.unsupported import reject_architecture, reject_tensors
 
 FORMATS: tuple[Format, ...] = (
     NATIVE,
+    *dinov3.FORMATS,
     FACEBOOK,
     TIMM_FORMAT,
     HUGGINGFACE,

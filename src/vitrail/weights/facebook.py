@@ -124,6 +124,7 @@ def unsupported_parts(info: ModelInfo) -> list[str]:
     parts = {
         f"{config.position} positions": config.position not in ("none", "learned-1d"),
         "a network without positions": config.position == "none",
+        "keys without bias": config.qkv_bias and not config.key_bias,
         "positions added at the layers": config.position == "learned-1d" and config.resolved_position_at != "stem",
         f"a grid of {grid[0]}x{grid[1]} patches, which is not square": grid[0] != grid[1],
         "a network without a class token": not config.class_token,

@@ -345,6 +345,7 @@ def parts_beyond_original(config: ViTConfig) -> list[str]:
     grid, learned = config.grid, config.position == "learned-1d"
     parts = {
         "registers": config.num_registers > 0,
+        "keys without bias": config.qkv_bias and not config.key_bias,
         "LayerScale": config.layer_scale is not None,
         "a distillation token": config.distilled,
         "qk-norm": config.qk_norm,

@@ -312,6 +312,7 @@ def unsupported_parts(info: ModelInfo) -> list[str]:
         "a network without positions": config.position == "none",
         "position embeddings added at every layer": config.resolved_position_at != "stem",
         "a class token without a position": config.class_token and not config.position_on_class,
+        "keys without bias": config.qkv_bias and not config.key_bias,
         "RMSNorm": config.norm == "rms",
         "qk-norm": config.qk_norm,
         "attention and MLP outputs without bias": not config.proj_bias,

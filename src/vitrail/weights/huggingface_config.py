@@ -80,6 +80,7 @@ BACKBONES = {
     ),
     "ijepa": Backbone("IJEPA", ("ijepa",), ("IJepaModel", "IJepaForImageClassification"), "ijepa.", norm_eps=1e-12),
     "bit": Backbone("BiT", ("bit",), ("BitModel", "BitForImageClassification"), "bit."),
+    "dinov3": Backbone("DINOv3", ("dinov3_vit",), ("DINOv3ViTModel", "DINOv3ViTModel"), norm_eps=1e-5),
     "swin": Backbone("Swin", ("swin",), ("SwinModel", "SwinForImageClassification"), "swin.", norm_eps=1e-5),
     "swinv2": Backbone(
         "SwinV2", ("swinv2",), ("Swinv2Model", "Swinv2ForImageClassification"), "swinv2.", norm_eps=1e-5

@@ -22,7 +22,7 @@ BUFFERS = ("*.relative_position_index", "*.relative_coords_table", "*.attn_mask"
 """Tensors that the libraries compute from the config, and some files store."""
 
 
-def _join(parts: int) -> Transform:
+def join(parts: int) -> Transform:
     """Separate projections <-> concatenated along the output dimension."""
     return Transform(lambda t, _: [torch.cat(list(t))], lambda t, _: t[0].chunk(parts))
 
@@ -101,12 +101,12 @@ class SwinNaming:
                 tuple(f"{attention}{name}.{part}" for name in ("query", "key", "value")) for part in ("weight", "bias")
             )
             biases = biases[::2] if version == 2 else biases
-            return [Rule(weights, f"{ours}.weight", _join(3)), Rule(biases, f"{ours}.bias", _join(len(biases)))]
+            return [Rule(weights, f"{ours}.weight", join(3)), Rule(biases, f"{ours}.bias", join(len(biases)))]
         if version == 1:
             return [weight, bias]
         if self.qkv == "joint with key bias":
             return [weight, Rule(bias.theirs, bias.ours, IGNORED_KEY_BIAS)]
-        return [weight, Rule((f"{attention}q_bias", f"{attention}v_bias"), bias.ours, _join(2))]
+        return [weight, Rule((f"{attention}q_bias", f"{attention}v_bias"), bias.ours, join(2))]
 
 
 MICROSOFT_NAMES = SwinNaming(library="microsoft")

@@ -29,7 +29,7 @@ TANH_ARCHS = re.compile(r"large_patch16_siglip.*_512$|so400m_patch16_siglip|gian
 """Architectures whose code uses the tanh form of GELU, which no tensor shows."""
 KNOWN_ARGS = re.compile(
     "img_size|patch_size|in_chans|num_classes|embed_dim|depth|num_heads|mlp_ratio|global_pool|q(kv_bias|k_norm)"
-    "|proj_bias|init_values|class_token|pos_embed|no_embed_class|reg_tokens|(pre|final|fc)_norm|(act|norm)_layer"
+    "|proj_bias|init_values|class_token|pos_embed|no_embed_class|(num_)?reg_tokens|(pre|final|fc)_norm|(act|norm)_layer"
     "|depths|window_size|pretrained_window_sizes|head_dim|always_partition|weight_init|fix_init|dynamic_img_(size|pad)|strict_img_size|((pos|patch|proj|attn)_)?drop_rate|drop_path_rate"
 )
 """Arguments of timm's VisionTransformer that are supported or have no effect in evaluation."""
@@ -275,6 +275,7 @@ def unsupported_parts(config: NetConfig) -> list[str]:
     config = as_vit(config)
     parts = {
         f"{config.position} positions": config.position not in ("none", "learned-1d"),
+        "keys without bias": config.qkv_bias and not config.key_bias,
         "position embeddings added at every layer": config.position != "none" and config.resolved_position_at != "stem",
         "a tanh layer before the head": bool(config.pre_logits),
         "pool='token+gap'": config.pool == "token+gap",
