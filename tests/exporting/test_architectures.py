@@ -21,6 +21,7 @@ SWIN: dict[str, Any] = {"image_size": (32, 48), "width": 8, "depths": (2, 2), "n
 CONFIGS: dict[str, NetConfig] = {
     "distilled": small(**TINY, distilled=True, activation="gelu-tanh"),
     "registers, rope, swiglu": small(**TINY, num_registers=2, position="rope-2d", activation="swiglu", layer_scale=0.1),
+    "dinov3": small(**TINY, num_registers=2, position="rope-2d", layer_scale=0.1, key_bias=False, norm_eps=1e-5),
     "relative, gap": small(**TINY, position="relative", pool="gap", class_token=False),
     "map, sincos": small(**TINY, pool="map", class_token=False, position="sincos-2d"),
     "clip": small(

@@ -38,6 +38,9 @@ class ExportModule(nn.Module):
         super().__init__()
         self.net = fold_weight_standardization(copy.deepcopy(net).to("cpu").eval().requires_grad_(False)).to(dtype)
         fold_windows(self.net, pair(metadata.info.preprocess.image_size))
+        for module in self.net.modules():
+            if isinstance(module, Attention | WindowAttention):
+                module.qkv = with_key_bias(module.qkv)  # type: ignore[assignment]
         if metadata.to != "pt2":  # torch runs its fused operator
             unfuse_attention(self.net)
         self.dtype, self.normalize_inside, self.output_type = dtype, metadata.normalize_inside, metadata.output_type
@@ -103,7 +106,6 @@ def fold_windows(net: Net, image_size: tuple[int, int]) -> None:
             grid = grids[int(name.split(".")[1])]
             plan = module.plan(grid, net.patch.weight)
             module.bias = FoldedBias(module.bias, plan)  # type: ignore[assignment]
-            module.qkv = with_key_bias(module.qkv)  # type: ignore[assignment]
             module.plan = partial(_same_plan, plan)  # type: ignore[method-assign]
 
 
