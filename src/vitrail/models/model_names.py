@@ -129,7 +129,7 @@ def _vit(match: re.Match[str], family: str) -> ViTConfig:
     if size is DINOV2_G or letter in DINOV3_SIZES:
         options["activation"] = "swiglu"
     if letter == "7B":
-        options |= {"qkv_bias": False, "key_bias": True}  # without any, there is none to leave out
+        options["qkv_bias"] = False
     if family == "CLIP":
         options["num_classes"] = CLIP_EMBED_DIM.get(letter, size.width)
     if family == "BV":  # big_vision: its tanh layer is as wide as a token, its positions 1 / sqrt(width)

@@ -204,12 +204,12 @@ def _check_shapes(net: Net, info: ModelInfo) -> None:
 
 
 def format_for(name: str, info: ModelInfo) -> Format:
-    """The format of this name that can represent the model; Google's and big_vision's BiT have their own tables."""
+    """The format of this name that can represent the model, or most of it: kinds of networks have their own tables."""
     named = [f for f in FORMATS if f.name == name]
     if not named:
         named = [load_plugin("formats", name, builtin={f.name for f in FORMATS})]
-    of_kind = [f for f in named if type(info.config) in f.config_types] or named
-    return next((f for f in of_kind if not f.missing_parts(info)), of_kind[0])
+    of_kind = [f for f in named if f.is_for(info.config)] or named
+    return min(of_kind, key=lambda form: len(form.missing_parts(info)))
 
 
 def _with_header_sidecars(archive: Archive) -> Archive:

@@ -172,7 +172,7 @@ def _config(library: Library, archive: Archive, stated: dict[str, Any]) -> ViTCo
         "qkv_bias": biases[library] in inside,
         "key_bias": library == "facebook" and biases[library] in inside and "attn.qkv.bias_mask" not in inside,
     }
-    options["key_bias"] |= "attention.k_proj.bias" in inside or not options["qkv_bias"]
+    options["key_bias"] |= "attention.k_proj.bias" in inside
     return ViTConfig(**FIXED | options | stated)
 
 
@@ -260,6 +260,7 @@ def unsupported_parts(library: Library, info: ModelInfo) -> list[str]:
     ] or not config.key_bias
     parts = {
         f"{config.position} positions (DINOv3 has rotary ones)": config.position != "rope-2d",
+        "an image whose border is not covered by patches": config.uncovered == "ignore",
         "a network without registers": not config.num_registers,
         "a network without LayerScale": config.layer_scale is None,
         "a network without a class token": not config.class_token,
@@ -397,6 +398,7 @@ def _format(library: Library, infer: Any, write: Any, **options: Any) -> Format:
         partial(unsupported_parts, library),
         partial(inexact_conventions, library),
         config_types=(ViTConfig,),
+        accepts=lambda config: isinstance(config, ViTConfig) and config.position == "rope-2d",
         **options,
     )
 

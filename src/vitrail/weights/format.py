@@ -65,6 +65,12 @@ class Format:
     """Patterns of tensor names outside the prefix that may be ignored: heads of other tasks, text towers."""
     config_types: tuple[type[NetConfig], ...] = (ViTConfig, BiTConfig)
     """The kinds of networks that the format has names for."""
+    accepts: Callable[[AnyConfig], bool] = lambda _: True
+    """Whether the format is for networks with such a config, whatever else it lacks."""
+
+    def is_for(self, config: AnyConfig) -> bool:
+        """Whether this is the format for the kind of network; else its `unsupported_parts` do not apply."""
+        return type(config) in self.config_types and self.accepts(config)
 
     def missing_parts(self, info: ModelInfo) -> list[str]:
         """`unsupported_parts`, or the kind of network if the format has no names for it."""

@@ -423,6 +423,7 @@ def make_format(naming: ViTNaming, normalize_name: Callable[[str], str], write: 
         inexact_conventions=inexact_conventions,
         ignored_outside=EXTRA_TENSORS,
         normalize_name=normalize_name,
+        config_types=(ViTConfig,),
     )
 
 

@@ -307,6 +307,8 @@ def _positions(archive: Archive, stated: timm_config.TimmConfig, options: dict[s
                 "read as timm: pos_embed is missing. Models with rotary or relative positions are not supported; "
                 "pass position='none' if this model has no positions at all."
             )
+        if size and not options["stem"] and any(s % p for s, p in zip(size, per_patch, strict=True)):
+            return {"image_size": size, "uncovered": "ignore"}
         return {"image_size": size or tuple(math.ceil(224 / p) * p for p in per_patch)}
     rows = archive.shape("pos_embed")[1]
     special = options["class_token"] + options["distilled"]
