@@ -18,7 +18,10 @@ from vitrail.errors import ConversionError, FormatError
 from vitrail.models import ViT, build
 from vitrail.models.families import FAMILIES
 from vitrail.models.model_names import parse_name
-from vitrail.weights import checkpoint, conversion
+from vitrail.models.position import rotary_periods
+from vitrail.models.published_models import PUBLISHED_MODELS
+from vitrail.weights import checkpoint, conversion, dinov3
+from vitrail.weights.archive import Archive, LazyTensors
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.module_reader import read_module
 
@@ -103,6 +106,36 @@ def test_unmasked_biases_of_keys_are_kept(tmp_path: Path) -> None:
 def test_files_with_other_tensors_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=message):
         read(save_case("mlp", tmp_path / "dinov3.pth", **changes))
+
+
+DINOV3 = [v for v in PUBLISHED_MODELS if v.family == "DINOv3"]
+
+
+@pytest.mark.parametrize("model", DINOV3, ids=lambda v: v.name)
+def test_every_released_size_is_recognized_from_the_originals_tensors(model: Any) -> None:
+    expected = parse_name(model.name)
+    assert isinstance(expected, ViTConfig)
+    state = build(expected, meta=True).state_dict()
+    tensors = dinov3.table("facebook", expected).write(state, expected)
+    tensors["rope_embed.periods"] = rotary_periods(expected.width // expected.num_heads, 100.0, torch.empty(0))
+    if expected.qkv_bias:
+        tensors["blocks.0.attn.qkv.bias_mask"] = torch.empty(3 * expected.width, device="meta")
+    form, archive = checkpoint.detect_format(Archive("dinov3.pth", LazyTensors.from_tensors(tensors)))
+    assert form.name == "facebook"
+    assert form.infer_info(archive).config == expected
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("model", DINOV3, ids=lambda v: v.name)
+def test_every_released_size_is_recognized_from_timms_repository(model: Any) -> None:
+    with torch.device("meta"):
+        theirs = import_peer("timm").create_model(model.aliases[0])
+    sidecar = {"architecture": model.aliases[0], "global_pool": "token", "pretrained_cfg": theirs.pretrained_cfg}
+    archive = Archive("folder", LazyTensors.from_tensors(theirs.state_dict()), sidecars={"config.json": sidecar})
+    form, archive = checkpoint.detect_format(archive)
+    found = form.infer_info(archive).config
+    assert found == parse_name(model.name).replace(image_size=256)
+    form.table(found).read(archive.tensors, build(found, meta=True), found)
 
 
 # timm, transformers
