@@ -36,7 +36,7 @@ Outcome = Literal["exact", "option", "refused", "unclear", "misread"]
 TOLERANCE = 3e-6
 """Tolerance of the relative difference, in float64. Reading CLIP with ViT's epsilon exceeds it; reading 1e-12 as 1e-6
 does not, so that bare files of ViT-MSN and ViT are not distinguished."""
-OPTION = re.compile(r"\b(activation|num_heads|family|position|image_size)=")
+OPTION = re.compile(r"\b(activation|num_heads|family|position|image_size|window_size|pretrained_window_sizes|pool)=")
 
 
 @dataclass(frozen=True, kw_only=True)

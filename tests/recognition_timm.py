@@ -29,6 +29,9 @@ MODULES = (
     "vision_transformer_relpos",
     "vision_transformer_sam",
     "naflexvit",
+    "swin_transformer",
+    "swin_transformer_v2",
+    "swin_transformer_v2_cr",
 )
 UNSUPPORTED_NAMES = (
     ("aimv2", "AIMv2"),
@@ -37,8 +40,6 @@ UNSUPPORTED_NAMES = (
     ("eva02", "EVA-02"),
     ("eva_giant", "EVA"),
     ("sapiens2", "Sapiens"),
-    ("dinov3", "DINOv3"),
-    ("lingbot", "LingBot"),
     ("_rope_", "RoPE"),
     ("_pe_", "Perception Encoder"),
     ("relpos", "relative position"),
@@ -52,6 +53,7 @@ UNSUPPORTED_NAMES = (
     (r"_resnet\d", "ResNet"),
     ("resnetv2", "ResNet"),
     ("test_vit3", "test_vit3"),
+    ("swinv2_cr", "V2-CR"),
 )
 """Pattern of an unsupported architecture, and the name that the error of a refusal must contain."""
 ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu-tanh", "QuickGELU": "gelu-quick", "SiLU": "swiglu"}
@@ -68,6 +70,8 @@ def arguments(module: str, name: str) -> dict[str, Any]:
     """Arguments for a small model: two narrow blocks and a few patches."""
     if module == "resnetv2":
         return {"layers": (1, 1, 1, 1)}
+    if module.startswith("swin"):
+        return {"embed_dim": 8, "depths": (2, 1, 1, 2), "num_heads": (1, 1, 2, 2), "num_classes": 5}
     args: dict[str, Any] = {"depth": 2, "num_classes": 5}
     if module == "vision_transformer_hybrid":
         width_args = {} if "_mci_" in name else {"embed_dim": 128, "num_heads": 2}  # MobileCLIP's stem fixes the width
@@ -121,6 +125,8 @@ def make_sample(module: str, name: str) -> Sample:
                 model = timm.create_model(name, **args)
             model = model.to_empty(device="cpu").half().eval()
     size = args.get("img_size", 64)
+    if module.startswith("swin"):
+        size = model.pretrained_cfg["input_size"][-1]
     saved_args = {} if module == "resnetv2" else args  # the tensor shapes determine a BiT
 
     def save(folder: Path) -> None:
@@ -138,6 +144,13 @@ def make_sample(module: str, name: str) -> Sample:
 def known_options(name: str, model: nn.Module) -> dict[str, Any]:
     """Options that reading a bare file may require, taken from timm's modules."""
     family = next((family for pattern, family in FAMILIES if pattern in name), "ViT")
+    if name.startswith("swinv2"):
+        block = model.layers[0].blocks[0]  # type: ignore[index]
+        trained = tuple(layer.blocks[0].attn.pretrained_window_size[0] for layer in model.layers)  # type: ignore
+        size = model.pretrained_cfg["input_size"][-1]  # type: ignore[index]
+        return {"window_size": block.window_size, "image_size": size, "pretrained_window_sizes": trained}
+    if "dinov3" in name or "lingbot" in name:
+        return {"pool": {"avg": "gap", "token": "token"}[str(model.global_pool)]}
     if not hasattr(model, "blocks"):
         return {"family": "BiT"}
     block: Any = model.blocks[0]  # type: ignore[index]

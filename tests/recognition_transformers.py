@@ -36,13 +36,27 @@ def mean_of_two_tokens(out: Any) -> Tensor:
     return out.last_hidden_state[:, :2].mean(1)
 
 
+SWIN: dict[str, Any] = {
+    "image_size": 32,
+    "patch_size": 4,
+    "embed_dim": 16,
+    "depths": [1, 1],
+    "num_heads": [2, 4],
+    "window_size": 4,
+}
 SUPPORTED = {name: peer for name, peer in PEERS.items() if name != "vit, tanh, no qkv bias"} | {
     "deit": Peer("DeiTForImageClassification", "DeiTConfig", VIT, logits),
     "deit, bare": Peer("DeiTModel", "DeiTConfig", VIT, mean_of_two_tokens),
     "msn, head": Peer("ViTMSNForImageClassification", "ViTMSNConfig", VIT, logits),
     "ijepa": Peer("IJepaModel", "IJepaConfig", VIT, mean_token),
     "ijepa, head": Peer("IJepaForImageClassification", "IJepaConfig", VIT, logits),
+    "swin": Peer("SwinModel", "SwinConfig", SWIN, pooled),
+    "swin, head": Peer("SwinForImageClassification", "SwinConfig", SWIN | {"num_labels": 5}, logits),
+    "swin v2": Peer("Swinv2Model", "Swinv2Config", SWIN, pooled),
+    "swin v2, head": Peer("Swinv2ForImageClassification", "Swinv2Config", SWIN | {"num_labels": 5}, logits),
+    "dinov3": Peer("DINOv3ViTModel", "DINOv3ViTConfig", BASE | {"num_register_tokens": 4}, pooled),
     "dpt": Peer("DPTModel", "DPTConfig", VIT, pooled),
+    "maskformer swin": Peer("MaskFormerSwinModel", "MaskFormerSwinConfig", SWIN, pooled),
     "flava": Peer("FlavaImageModel", "FlavaImageConfig", VIT, pooled),
     "metaclip 2": Peer("MetaClip2VisionModel", "MetaClip2VisionConfig", VISION_CONFIG, pooled),
     "chinese clip": Peer("ChineseCLIPVisionModel", "ChineseCLIPVisionConfig", VISION_CONFIG, pooled),
@@ -56,14 +70,6 @@ SUPPORTED = {name: peer for name, peer in PEERS.items() if name != "vit, tanh, n
 Each has its class's default activation, which reading a bare file assumes with a note.
 """
 
-SWIN: dict[str, Any] = {
-    "image_size": 32,
-    "patch_size": 4,
-    "embed_dim": 16,
-    "depths": [1, 1],
-    "num_heads": [2, 4],
-    "window_size": 4,
-}
 SMALL = BASE | WIDE | {"intermediate_size": 48}
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     # class: (pattern of the name in the refusal, options of the config)
@@ -71,7 +77,6 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "BeitForImageClassification": ("BEiT", SMALL | {"use_relative_position_bias": True}),
     "Data2VecVisionModel": ("Data2Vec", SMALL),
     "Data2VecVisionForImageClassification": ("Data2Vec", SMALL | {"use_shared_relative_position_bias": True}),
-    "DINOv3ViTModel": ("DINOv3", SMALL | {"num_register_tokens": 4}),
     "Siglip2VisionModel": ("SigLIP 2|siglip2", SMALL),
     "Siglip2Model": ("SigLIP 2|siglip2", {"vision_config": SMALL, "text_config": TEXT_CONFIG}),
     "Siglip2ForImageClassification": ("SigLIP 2|siglip2", {"vision_config": SMALL, "text_config": TEXT_CONFIG}),
@@ -110,10 +115,8 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "VivitModel": ("vivit|ViViT", SMALL | {"num_frames": 2}),
     "SamVisionModel": ("SAM", SMALL | {"output_channels": 8, "mlp_dim": 48, "global_attn_indexes": [0]}),
     "Sapiens2Model": ("Sapiens", SMALL),
-    "SwinModel": ("Swin", SWIN),
-    "SwinForImageClassification": ("Swin", SWIN),
-    "Swinv2Model": ("Swin Transformer V2", SWIN),
-    "Swinv2ForImageClassification": ("Swin Transformer V2", SWIN),
+    "DonutSwinModel": ("donut-swin|missing layernorm", SWIN),
+    "Swin2SRModel": ("swin2sr|Swin2SR", SWIN | {"image_size": 32}),
     "HieraModel": (
         "Hiera",
         {"image_size": [64, 64], "embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2]},
@@ -191,6 +194,8 @@ def make_sample(peer: Peer) -> Sample:
         "activation": {"quick_gelu": "gelu-quick", "gelu": "gelu", "gelu_pytorch_tanh": "gelu-tanh"}.get(
             getattr(config, "hidden_act", "")
         ),
+        "window_size": getattr(config, "window_size", None),
+        "pretrained_window_sizes": (0,) * len(getattr(config, "depths", ())),
     }
     return Sample(
         model=model,

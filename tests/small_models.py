@@ -9,7 +9,7 @@ from compare import randomized
 from PIL import Image
 
 import vitrail
-from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
+from vitrail.config import NetConfig, PreprocessConfig, StemConfig, ViTConfig
 from vitrail.models import build
 from vitrail.weights.model_info import ModelInfo
 
@@ -54,7 +54,7 @@ POOLS = {
 """A config of each kind of pooling, of extra tokens, and of a hybrid."""
 
 
-def model(config: ViTConfig | BiTConfig, **info: Any) -> vitrail.Model:
+def model(config: NetConfig, **info: Any) -> vitrail.Model:
     """A Model with random weights; keywords are fields of its ModelInfo."""
     labels = LABELS if config.num_classes == len(LABELS) else None
     values = {"preprocess": PreprocessConfig(image_size=config.image_size), "labels": labels}

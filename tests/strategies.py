@@ -66,6 +66,7 @@ def vit_configs(draw: st.DrawFn, positions: tuple[str, ...] = (), hybrids: bool 
         "activation": draw(st.sampled_from(["gelu", "gelu-tanh", "gelu-quick", "swiglu"])),
         "patch_bias": draw(st.booleans()),
         "qkv_bias": draw(st.booleans()),
+        "key_bias": draw(st.sampled_from([True, True, False])),
         "proj_bias": draw(st.booleans()),
         "qk_norm": draw(st.booleans()),
         "layer_scale": draw(st.sampled_from([None, 1e-5, 1.0])),

@@ -17,7 +17,7 @@ from vitrail.data.decode import ImageLike
 from vitrail.data.preprocess import Preprocess, is_image_list
 from vitrail.errors import ConfigError, ImageError, ModelError, NotFoundError, VitrailError
 from vitrail.inference import OutputName, Pixels, network_input, run_network, to_cpu
-from vitrail.models import Net, Output, ViT
+from vitrail.models import BiT, Net, Output
 from vitrail.models.base import eval_mode
 from vitrail.models.output import concat_outputs
 from vitrail.predictions import Prediction, check_top, class_label, top_predictions
@@ -249,7 +249,7 @@ class Model:
     def _width(self, output: OutputName) -> int:
         if output == "logits" and self.config.num_classes:
             return self.config.num_classes
-        return self.net.config.pooled_width if isinstance(self.net, ViT) else self.net.norm.weight.shape[0]
+        return self.net.norm.weight.shape[0] if isinstance(self.net, BiT) else self.net.config.pooled_width
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.net.parameters()) / 1e6

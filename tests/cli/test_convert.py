@@ -11,6 +11,7 @@ import torch
 from small_models import model, small
 
 import vitrail as package
+from vitrail.config import SwinConfig
 from vitrail.weights import checkpoint, writers
 from vitrail.weights.torchvision import TORCHVISION
 
@@ -29,6 +30,16 @@ def sources(tmp_path_factory) -> dict[str, Path]:
     configs = {
         "google": small(activation="gelu-tanh", resample="google"),
         "big_vision": small(activation="gelu-tanh", resample="google", position_on_class=False),
+        "microsoft": SwinConfig(
+            image_size=32,
+            width=8,
+            depths=(2, 2),
+            num_heads=(1, 2),
+            window_size=4,
+            num_classes=5,
+            window_rule="microsoft",
+            uncovered="refuse",
+        ),
     }
     for name in WRITABLE:
         model(configs.get(name, small())).save(folder / name)
@@ -37,7 +48,13 @@ def sources(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("to", WRITABLE)
 def test_each_format_reads_back_identical_tensors(vitrail, sources, tmp_path, to):
-    suffix = {"google": ".npz", "big_vision": ".npz", "facebook": ".pth", "torchvision": ".pth"}.get(to, "")
+    suffix = {
+        "google": ".npz",
+        "big_vision": ".npz",
+        "facebook": ".pth",
+        "torchvision": ".pth",
+        "microsoft": ".pth",
+    }.get(to, "")
     target = tmp_path / f"out{suffix}"
     result = vitrail("convert", sources[to], target, "--to", to)
     assert result.status == 0, result.err

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from small_models import model, small
 
-from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
+from vitrail.config import BiTConfig, NetConfig, PreprocessConfig, StemConfig, SwinConfig
 from vitrail.engines.engine import TorchEngine, open_file
 from vitrail.engines.export_metadata import ExportMetadata
 from vitrail.exporting import formats
 from vitrail.exporting.tracing import trace
 
 TINY = {"image_size": (16, 24), "patch_size": 8, "width": 16, "depth": 1, "mlp_dim": 24}
-CONFIGS: dict[str, ViTConfig | BiTConfig] = {
+SWIN: dict[str, Any] = {"image_size": (32, 48), "width": 8, "depths": (2, 2), "num_heads": (1, 2), "num_classes": 5}
+CONFIGS: dict[str, NetConfig] = {
     "distilled": small(**TINY, distilled=True, activation="gelu-tanh"),
     "registers, rope, swiglu": small(**TINY, num_registers=2, position="rope-2d", activation="swiglu", layer_scale=0.1),
+    "dinov3": small(**TINY, num_registers=2, position="rope-2d", layer_scale=0.1, key_bias=False, norm_eps=1e-5),
     "relative, gap": small(**TINY, position="relative", pool="gap", class_token=False),
     "map, sincos": small(**TINY, pool="map", class_token=False, position="sincos-2d"),
     "clip": small(
@@ -28,6 +31,8 @@ CONFIGS: dict[str, ViTConfig | BiTConfig] = {
     "hybrid": small(
         **TINY | {"image_size": (32, 48), "patch_size": 1}, stem=StemConfig(layers=(1, 1), width_factor=0.5)
     ),
+    "swin, padded and shifted": SwinConfig(**SWIN, window_size=3),
+    "swin v2": SwinConfig(**SWIN, window_size=4, version=2, window_rule="timm"),
     "bit": BiTConfig(layers=(1, 1), width_factor=0.5, num_classes=5, image_size=(32, 48)),
 }
 

@@ -79,6 +79,12 @@ COUNTS = {
     "DINOv2-B/14-reg": (86_582_784, 304.23),
     "DINOv2-L/14-reg": (304_371_712, 1017.10),
     "DINOv2-g/14-reg": (1_136_485_376, 3578.44),
+    "DINOv3-S/16": (21_596_160, 9.40),
+    "DINOv3-S+/16": (28_692_480, 12.24),
+    "DINOv3-B/16": (85_659_648, 35.86),
+    "DINOv3-L/16": (303_128_576, 125.68),
+    "DINOv3-H+/16": (840_591_360, 344.23),
+    "DINOv3-7B/16": (6_716_030_976, 2725.49),
     "CLIP-B/32": (87_849_216, 8.82),
     "CLIP-B/16": (86_192_640, 35.13),
     "CLIP-L/14": (303_966_208, 162.03),
@@ -97,6 +103,27 @@ COUNTS = {
     "BiT-R101x3": (387_934_888, 138.98),
     "BiT-R152x2": (236_335_208, 91.63),
     "BiT-R152x4": (936_533_224, 365.55),
+    "Swin-T": (28_288_354, 8.98),
+    "Swin-S": (49_606_258, 17.48),
+    "Swin-B": (87_768_224, 30.86),
+    "Swin-B@384": (87_903_584, 94.17),
+    "Swin-L": (196_532_476, 68.95),
+    "Swin-L@384": (196_735_516, 207.84),
+    "Swin-S3-T": (28_328_674, 9.25),
+    "Swin-S3-S": (49_737_298, 18.81),
+    "Swin-S3-B": (71_125_762, 27.31),
+    "SwinV2-T": (28_347_154, 11.84),
+    "SwinV2-T-w16": (28_347_154, 14.94),
+    "SwinV2-S": (49_728_418, 23.02),
+    "SwinV2-S-w16": (49_728_418, 27.02),
+    "SwinV2-B": (87_918_816, 40.55),
+    "SwinV2-B-w16": (87_918_816, 46.49),
+    "SwinV2-B-w12": (87_918_816, 25.03),
+    "SwinV2-B-w12to16": (87_918_816, 46.49),
+    "SwinV2-B-w12to24": (87_918_816, 117.44),
+    "SwinV2-L-w12": (196_739_932, 55.21),
+    "SwinV2-L-w12to16": (196_739_932, 101.14),
+    "SwinV2-L-w12to24": (196_739_932, 246.82),
 }
 
 
@@ -116,7 +143,7 @@ IN_TIMM = {
     v.name: name
     for v in PUBLISHED_MODELS
     for name in (v.hub_id.removeprefix("timm/"), *v.aliases)
-    if "/" not in name and re.match(r"vit_\w+_(patch|r)|deit|resnetv2", name)
+    if "/" not in name and re.match(r"vit_\w+_(patch|r)|deit|resnetv2|swin\w+_\d+$", name)
 }
 
 
@@ -183,6 +210,8 @@ def test_size_patch_and_image_size_combine_freely(size: str, patch: int, grid_si
         ("BiT-R77x1", "BiT comes as R50, R101, R152"),
         ("resnet50", "unknown model 'resnet50'"),
         ("Swin-B/4", "unknown model 'Swin-B/4'"),
+        ("Swin-X", "there is no such Swin Transformer; there are Swin-T, -S, -B, -L"),
+        ("SwinV2-S3-T", "there is no such Swin Transformer"),
     ],
 )
 def test_unknown_names_suggest_known_ones(name: str, message: str) -> None:
@@ -231,6 +260,18 @@ PARITY_TESTS = {
         "golden": f"{W}/test_google_bit.py::bigvision_bit_small",
         "timm": f"{W}/test_timm.py::resnetv2_50x1_bit",
         "transformers": "tests/transformers_peers.py::BitForImageClassification",
+    },
+    "DINOv3": {
+        "golden": f"{W}/test_dinov3.py::golden_values",
+        "timm": f"{W}/test_dinov3.py::vit_small_patch16_dinov3",
+        "transformers": f"{W}/test_dinov3.py::DINOv3ViTModel",
+    },
+    **{
+        family: {
+            "golden": f"{W}/test_swin_files.py::golden_values",
+            **{peer: f"tests/swin_peers.py::{peer} v{version}" for peer in ("timm", "torchvision", "transformers")},
+        }
+        for version, family in ((1, "Swin"), (2, "SwinV2"))
     },
 }
 """Family, peer -> the test file that compares them and a string that occurs in the comparison."""

@@ -95,6 +95,20 @@ def test_images_of_any_size_give_finite_logits(version: int, rule: str, size: tu
     assert net(torch.randn(2, 3, *size)).isfinite().all()
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_conventions_agree_at_the_training_size_and_differ_elsewhere(version: int) -> None:
+    """timm's placement of windows against torchvision's; both differ from the others on the smallest maps."""
+    sizes: dict[str, Any] = {"version": version, "image_size": 64, "window_size": 4}
+    nets = {rule: small_swin(**sizes, window_rule=rule) for rule in RULES}
+    images = {side: torch.randn(2, 3, side, side) for side in (64, 56, 24)}
+    expected = {side: nets["torchvision"](x) for side, x in images.items()}
+    for net in nets.values():
+        assert relative(net(images[64]), expected[64]) <= 1e-5
+    assert relative(nets["timm"](images[56]), expected[56]) > 0.01
+    assert relative(nets["microsoft"](images[56]), expected[56]) <= 1e-5  # both pad, then shift
+    assert relative(nets["microsoft"](images[24]), expected[24]) > 0.01
+
+
 def test_version_2_is_finite_with_windows_of_one_token() -> None:
     assert small_swin(version=2, window_size=1)(torch.randn(1, 3, 32, 32)).isfinite().all()
 

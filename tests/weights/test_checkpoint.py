@@ -203,7 +203,7 @@ def test_unknown_tensor_names_error_lists_the_known_formats(tmp_path: Path) -> N
         checkpoint.read(tmp_path / "hats.pth")
     assert str(error.value) == (
         f"{tmp_path / 'hats.pth'}: the tensor names (hat0, hat1, hat2, hat3, ... 6 in all) match no known format; "
-        "known formats are vitrail, facebook, timm, huggingface, torchvision, open_clip, google, big_vision."
+        "known formats are vitrail, facebook, timm, huggingface, torchvision, microsoft, open_clip, google, big_vision."
     )
 
 

@@ -251,13 +251,13 @@ def test_other_networks_are_refused_by_name() -> None:
     with_activation_head.head = nn.Sequential(nn.Linear(64, 3), nn.ReLU())
     with warnings.catch_warnings(action="ignore"):
         quantized = torch.ao.quantization.quantize_dynamic(timm.create_model("test_vit", depth=1), {nn.Linear})
-    unsupported = "is not a supported network; expected a Vision Transformer or BiT of timm"
+    unsupported = "is not a supported network; expected a Vision Transformer, Swin Transformer or BiT of timm"
     refused: list[tuple[Any, type[VitrailError], str]] = [
         (nn.Linear(3, 3), FormatError, f"torch's Linear {unsupported}"),
         (timm.create_model("test_resnet"), FormatError, f"timm's test_resnet {unsupported}"),
         (timm.create_model("eva02_tiny_patch14_224", depth=1), FormatError, "is EVA or EVA-02, which vitrail does not"),
         (
-            transformers.SwinModel(transformers.SwinConfig(depths=[1], num_heads=[2], embed_dim=32)),
+            transformers.ConvNextModel(transformers.ConvNextConfig(depths=[1] * 4, hidden_sizes=[8] * 4)),
             FormatError,
             unsupported,
         ),

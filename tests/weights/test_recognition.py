@@ -45,8 +45,8 @@ TABLE = {
     ("timm vision_transformer_hybrid", "bare"): (9, 0, 5),
     ("timm resnetv2", "folder"): (6, 0, 14),
     ("timm resnetv2", "bare"): (6, 0, 14),
-    ("timm eva", "folder"): (0, 0, 65),
-    ("timm eva", "bare"): (0, 0, 65),
+    ("timm eva", "folder"): (16, 0, 49),
+    ("timm eva", "bare"): (0, 16, 49),
     ("timm beit", "folder"): (0, 0, 7),
     ("timm beit", "bare"): (0, 0, 7),
     ("timm vision_transformer_relpos", "folder"): (0, 0, 13),
@@ -55,8 +55,14 @@ TABLE = {
     ("timm vision_transformer_sam", "bare"): (0, 0, 4),
     ("timm naflexvit", "folder"): (0, 0, 8),
     ("timm naflexvit", "bare"): (0, 0, 8),
-    ("transformers", "folder"): (29, 0, 44),
-    ("transformers", "bare"): (27, 10, 36),
+    ("timm swin_transformer", "folder"): (9, 0, 0),
+    ("timm swin_transformer", "bare"): (9, 0, 0),
+    ("timm swin_transformer_v2", "folder"): (12, 0, 0),
+    ("timm swin_transformer_v2", "bare"): (0, 12, 0),
+    ("timm swin_transformer_v2_cr", "folder"): (0, 0, 16),
+    ("timm swin_transformer_v2_cr", "bare"): (0, 0, 16),
+    ("transformers", "folder"): (34, 0, 42),
+    ("transformers", "bare"): (31, 12, 33),
 }
 """Counts for each module: read exactly, read exactly with the required option, refused by name."""
 

@@ -45,7 +45,7 @@ def test_inferred_config_matches_every_timm_vit() -> None:
     """Names, shapes and config of every published size, with one block, on the meta device."""
     differences = {}
     for case in recognition_timm.cases():
-        if not is_supported(case.name):
+        if not is_supported(case.name) or "swin" in case.group or "eva" in case.group:  # these have own tests
             continue
         depth = {} if "resnetv2" in case.group else {"depth": 1}
         with torch.device("meta"):

@@ -17,17 +17,6 @@ BLOCK = "norm1.weight norm1.bias attn.qkv.weight attn.proj.weight attn.proj.bias
 TRUNK = "cls_token patch_embed.proj.weight patch_embed.proj.bias"
 FILES = {
     # codebase: (name in the error, tensors outside the blocks, tensors of a block)
-    "DINOv3, Meta's": (
-        "DINOv3",
-        f"{TRUNK} storage_tokens mask_token rope_embed.periods norm.weight",
-        f"{BLOCK} ls1.gamma",
-    ),
-    "DINOv3, timm's": ("DINOv3", f"{TRUNK} reg_token norm.weight", f"{BLOCK} gamma_1 gamma_2"),
-    "BEiT, Microsoft's": (
-        "BEiT",
-        f"{TRUNK} fc_norm.weight head.weight",
-        f"{BLOCK} gamma_1 attn.q_bias attn.v_bias attn.relative_position_bias_table",
-    ),
     "BEiT, pre-training": ("BEiT", f"{TRUNK} mask_token rel_pos_bias.relative_position_bias_table", f"{BLOCK} gamma_1"),
     "EVA-02, its authors'": (
         "EVA-02",
@@ -50,20 +39,16 @@ FILES = {
         "visual.ln_post.weight visual.attn_pool.probe visual.proj logit_scale",
         "ln_1.weight attn.in_proj_weight mlp.c_fc.weight",
     ),
-    "Swin, Microsoft's": (
-        "Swin Transformer,",
-        "patch_embed.proj.weight patch_embed.norm.weight layers.0.blocks.0.attn.relative_position_bias_table "
+    "Swin-MLP, Microsoft's": (
+        "Swin-MLP",
+        "patch_embed.proj.weight patch_embed.norm.weight layers.0.blocks.0.spatial_mlp.weight "
         "layers.0.blocks.0.norm1.weight layers.0.downsample.reduction.weight norm.weight head.weight",
         "",
     ),
-    "Swin V2, Microsoft's": (
-        "Swin Transformer V2",
-        "patch_embed.proj.weight layers.0.blocks.0.attn.cpb_mlp.0.weight layers.0.blocks.0.attn.logit_scale",
-        "",
-    ),
-    "Swin, torchvision's": (
-        "Swin Transformer,",
-        "features.0.0.weight features.1.0.attn.relative_position_bias_table features.1.0.norm1.weight norm.weight",
+    "Swin-MoE, Microsoft's": (
+        "Swin-MoE",
+        "patch_embed.proj.weight layers.0.blocks.0.attn.qkv.weight "
+        "layers.0.blocks.1.mlp._moe_layer.experts.batched_fc1_w",
         "",
     ),
 }
@@ -91,9 +76,7 @@ def test_file_of_an_unsupported_family_is_refused_by_name(kind: str, section: st
 @pytest.mark.parametrize(
     ("architecture", "family"),
     [
-        ("swin_tiny_patch4_window7_224", "Swin Transformer,"),
-        ("swinv2_tiny_window8_256", "Swin Transformer V2"),
-        ("vit_small_patch16_dinov3", "DINOv3"),
+        ("swinv2_cr_tiny_224", "Swin V2-CR"),
         ("beitv2_base_patch16_224", "BEiT"),
         ("eva02_base_patch14_448", "EVA-02"),
         ("aimv2_large_patch14_224", "AIMv2"),

@@ -20,7 +20,7 @@ To = Annotated[
     typer.Option(
         "--to",
         metavar="FORMAT",
-        help="vitrail, timm, huggingface, torchvision, open_clip, google, big_vision or facebook.",
+        help="vitrail, timm, huggingface, torchvision, google, big_vision, facebook or microsoft.",
     ),
 ]
 

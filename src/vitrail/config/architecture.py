@@ -104,6 +104,8 @@ class ViTConfig(Config):
     """Bias in the patch projection; CLIP has none."""
     qkv_bias: bool = True
     """Bias in queries, keys and values."""
+    key_bias: bool = True
+    """Bias in keys, where queries and values have one; not in DINOv3. Always true with qkv_bias=False."""
     proj_bias: bool = True
     """Bias in the attention's output and in the MLP."""
     qk_norm: bool = False
@@ -141,6 +143,7 @@ class ViTConfig(Config):
 
     def check(self) -> None:
         set_fields(self, image_size=pair(self.image_size), patch_size=pair(self.patch_size))
+        set_fields(self, key_bias=self.key_bias or not self.qkv_bias)
         check_positive(
             self,
             "image_size",

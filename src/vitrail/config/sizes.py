@@ -28,6 +28,8 @@ SIZES = {
     "G": Size(     1664,   48,   16,  8192),
 }
 # fmt: on
+DINOV3_SIZES = {"S+": Size(384, 12, 6, 1536), "H+": Size(1280, 32, 20, 5120), "7B": Size(4096, 40, 32, 8192)}
+"""DINOv3's sizes of its own, which use SwiGLU."""
 DINOV2_G = Size(1536, 40, 24, 4096)
 """DINOv2's g, which uses SwiGLU."""
 SIGLIP2_G = Size(1536, 40, 16, 6144)

@@ -200,7 +200,11 @@ class SwinConfig(Config):
 
     def window_placement(self, stage: int) -> WindowPlacement:
         """How windows are placed on the maps of a stage."""
-        built_for = max(self.grid[0] >> stage, 1), max(self.grid[1] >> stage, 1)
+        rows, columns = (
+            max(side // size >> stage, 1)
+            for side, size in zip(pair(self.image_size), pair(self.patch_size), strict=True)
+        )
+        built_for = rows, columns
         return WindowPlacement(self.window_sizes[stage], self.window_rule, built_for)
 
     def table_window(self, stage: int) -> Grid:

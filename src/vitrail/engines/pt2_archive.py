@@ -36,17 +36,18 @@ OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+|_operator\.(getitem|add|sub
 # fmt: off
 ALLOWED_OPERATORS = frozenset((
     "__or__", "_assert_tensor_metadata", "_to_copy", "_unsafe_view", "add", "addmm", "alias", "arange", "bmm", "cat",
-    "chunk", "clone", "contiguous", "conv2d", "convolution", "cos", "div", "erf", "exp", "expand", "flatten",
-    "gather", "ge", "gelu", "group_norm", "layer_norm", "linear", "lt", "matmul", "max_pool2d", "mean", "meshgrid",
-    "mm", "mul", "native_group_norm", "native_layer_norm", "neg", "pad", "permute", "pow", "relu", "relu_", "reshape",
-    "rms_norm", "scaled_dot_product_attention", "select", "sigmoid", "silu", "sin", "slice", "softmax", "split",
-    "split_with_sizes", "squeeze", "stack", "sub", "sym_size", "tanh", "tile", "to", "transpose", "unbind",
-    "unflatten", "unsqueeze", "view", "where",
+    "chunk", "clamp", "clamp_min", "clone", "contiguous", "conv2d", "convolution", "cos", "div", "erf", "exp",
+    "expand", "expand_as", "flatten", "gather", "ge", "gelu", "group_norm", "layer_norm", "linalg_vector_norm",
+    "linear", "lt", "matmul", "max_pool2d", "mean", "meshgrid", "mm", "mul", "native_group_norm", "native_layer_norm",
+    "neg", "pad", "permute", "pow", "relu", "relu_", "reshape", "rms_norm", "roll", "scaled_dot_product_attention",
+    "select", "sigmoid", "silu", "sin", "slice", "softmax", "split", "split_with_sizes", "squeeze", "stack", "sub",
+    "sym_size", "tanh", "tile", "to", "transpose", "unbind", "unflatten", "unsqueeze", "view", "where",
 ))
 # fmt: on
 """Operators of vitrail's networks. Others may read files, print, or not validate their arguments."""
 SYMBOL = re.compile(r"Symbol\('[a-z]\w*'(, (positive|integer)=True)*\)", re.ASCII)
-ARITHMETIC = re.compile(r"([\d\s+()-]|\*(?!\*))*", re.ASCII)
+CONSTRUCTOR = re.compile(r"\b(Add|Integer|Mul)(?=\()", re.ASCII)
+ARITHMETIC = re.compile(r"([\d\s+(),-]|\*(?!\*))*", re.ASCII)
 CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 
 
@@ -115,7 +116,7 @@ def _is_plain(text: str, key: str) -> bool:
         match = OPERATOR.fullmatch(text)
         return match is not None and (match[1] is None or match[1] in ALLOWED_OPERATORS)
     if key == "expr_str":
-        return ARITHMETIC.fullmatch(SYMBOL.sub("", text)) is not None
+        return ARITHMETIC.fullmatch(CONSTRUCTOR.sub("", SYMBOL.sub("", text))) is not None
     if key in ("in_spec", "out_spec"):
         return _is_plain_tree(json.loads(text))
     if key == "torch_version":

@@ -16,7 +16,7 @@ from vitrail.data.loader import Loader
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.base import Source
 from vitrail.errors import ConfigError, DataError, ModelError, did_you_mean
-from vitrail.models import Net, ViT
+from vitrail.models import BiT, Net, Swin, ViT
 from vitrail.models.base import eval_mode
 from vitrail.runtime import autocast
 
@@ -55,18 +55,24 @@ def resolve_features(spec: FeatureSpec, net: Net) -> FeatureSpec:
 
     Layers without an explicit pooling use the class token if there is one, else the mean.
     """
-    depth = net.config.depth if isinstance(net, ViT) else len(net.config.layers)
+    depth = len(net.config.layers) if isinstance(net, BiT) else net.config.depth
     spec = replace(spec, layers=tuple(depth + 1 + n if -depth <= n < 0 else n for n in spec.layers))
-    what = "layer" if isinstance(net, ViT) else "stage"
+    what = "stage" if isinstance(net, BiT) else "layer"
     for layer in spec.layers:
-        if not (0 if isinstance(net, ViT) else 1) <= layer <= depth:
+        if not (1 if isinstance(net, BiT) else 0) <= layer <= depth:
             raise ModelError(
                 f"there is no {what} {layer} of {depth}; expected {'0' if what == 'layer' else '1'} to {depth}."
             )
     if not isinstance(net, ViT):
         if spec.pool not in ("pooled", "mean"):
-            raise ModelError(f"a BiT has no tokens to pool with {spec.pool!r}; expected pooled or mean.")
-        return spec
+            kind = "a BiT has no tokens" if isinstance(net, BiT) else "a Swin Transformer has no class token"
+            raise ModelError(f"{kind} to pool with {spec.pool!r}; expected pooled or mean.")
+        if isinstance(net, Swin) and spec.norm and any(n <= depth - net.config.depths[-1] for n in spec.layers):
+            raise ModelError(
+                f"the final norm of a Swin Transformer fits the layers of its last stage only, from "
+                f"{depth - net.config.depths[-1] + 1}; choose these, or no norm (norm=False, --no-norm)."
+            )
+        return replace(spec, pool="mean") if isinstance(net, Swin) and spec.layers else spec
     if spec.pool.startswith("token") and not net.config.class_token:
         raise ModelError(f"this network has no class token for {spec.pool!r}; expected pooled or mean.")
     if spec.pool == "pooled" and spec.layers:
@@ -80,6 +86,12 @@ def extract(net: Net, images: Tensor, spec: FeatureSpec) -> Tensor:
         pooled = net.features(images, outputs="pooled").pooled
         assert pooled is not None
         return pooled
+    if isinstance(net, Swin):
+        layers = spec.layers or (net.config.depth,)
+        tokens = net.features(images, outputs="tokens").tokens
+        assert tokens is not None
+        norm: nn.Module = net.norm if spec.norm else nn.Identity()
+        return torch.cat([norm(tokens[layer]).mean(1) for layer in layers], dim=1)
     if not isinstance(net, ViT):
         maps = net.features(images, outputs="feature_maps").feature_maps
         assert maps is not None

@@ -5,6 +5,7 @@ steps.py          the same as a generator: one forward pass for attention, logit
 attention.py      attention of any layer, head and query token, one layer at a time
 rollout.py        attention rollout
 gradient.py       gradient-weighted attention rollout for a class
+swin_attention.py attention inside windows, and both rollouts across windows and merges
 occlusion.py      change of a class probability when parts of the image are masked
 faithfulness.py   deletion and insertion curves of an explanation
 distance.py       mean attention distance of each head

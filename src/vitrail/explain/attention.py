@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ModelError
-from vitrail.models import BiT, Net, ViT
+from vitrail.models import BiT, Net, Swin, ViT
 from vitrail.models.base import eval_mode
 
 # B images, H heads, T tokens (P prefix tokens first), N patches in h rows and w columns, L requested layers
@@ -115,6 +115,11 @@ def require_attention(net: Net) -> ViT:
     """The network, or ModelError if it has no attention."""
     if isinstance(net, BiT):
         raise ModelError("a BiT has no attention; try a ViT, or occlusion, which works with any network.")
+    if isinstance(net, Swin):
+        raise ModelError(
+            "a Swin Transformer has no attention between all tokens, only inside windows; `explain` and rollout_map "
+            "show it, and net.features(images, 'attention') returns it."
+        )
     return net
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vitrail.errors import ModelError
 from vitrail.explain.attention import layer_index
-from vitrail.models import BiT, Net
+from vitrail.models import BiT, Net, Swin
 from vitrail.models.base import eval_mode
 
 # B images, h rows and w columns of patches, D width
@@ -33,6 +33,12 @@ def patch_features(net: Net, images: Tensor, layer: int | None = None) -> Tensor
             patches = net.features(images, outputs=("patches",)).patches
             assert patches is not None
             return patches
+        if isinstance(net, Swin):
+            if not 1 <= abs(layer) <= net.config.depth:
+                raise ModelError(f"there is no layer {layer}: this network has layers 1 to {net.config.depth}.")
+            found = net.features(images, "patch_maps", layers=[layer - 1 if layer > 0 else layer]).patch_maps
+            assert found is not None
+            return found[0]
         number = layer_index(net, layer)
         tokens = net.features(images, outputs=("tokens",)).tokens
         assert tokens is not None

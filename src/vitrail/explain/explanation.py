@@ -28,8 +28,9 @@ from vitrail.explain.steps import (
     explain_steps,
     supported_methods,
 )
+from vitrail.explain.swin_attention import SwinQueryAttention
 from vitrail.inference import network_input
-from vitrail.models import BiT, Net
+from vitrail.models import BiT, Net, Swin, ViT
 from vitrail.predictions import Prediction, class_index, top_predictions
 from vitrail.weights.model_info import ModelInfo
 
@@ -58,7 +59,8 @@ class Explanation:
     maps: dict[str, Floats]
     """Method -> h w; larger is more important."""
     attention: Floats | None = None
-    """L H h w: attention of the query in each layer and head; None for a network without attention."""
+    """L H h w: attention of the query in each layer and head; None for a network without attention. NaN for heads
+    that a layer of a Swin Transformer does not have."""
     prefix_attention: Floats | None = None
     """L H P: attention of the query to the prefix tokens; with `attention` it sums to 1."""
     prefix_names: tuple[str, ...] = ()
@@ -98,7 +100,8 @@ class Explanation:
         what = f"Layer {number + 1} of {len(self.attention)}: {self.image}"
         under = f"{self.model}; {self._query_text()}{self._prefix_attention_text(number)}"
         mark = self.query if isinstance(self.query, tuple) else None
-        return figures.heads(self.pixels, self.attention[number], what, under, mark)
+        views = self.attention[number]
+        return figures.heads(self.pixels, views[~np.isnan(views).any((1, 2))], what, under, mark)
 
     def figures(self) -> tuple[str, ...]:
         """Names of the available figures."""
@@ -187,8 +190,10 @@ def explain(
     preprocess = Preprocess(info.preprocess)
     pixels = preprocess.pixels(image)
     images = network_input(net, preprocess, pixels[None])
-    attention = None
-    if query != "pooled" or not isinstance(net, BiT):
+    attention: QueryAttention | SwinQueryAttention | None = None
+    if isinstance(net, Swin):
+        attention = SwinQueryAttention(net, images, query)
+    elif query != "pooled" or not isinstance(net, BiT):
         attention = QueryAttention(net, images, query)
     targets = None if index is None else torch.tensor([index], device=images.device)
     maps: dict[str, Tensor] = {}
@@ -197,7 +202,7 @@ def explain(
     for step in explain_steps(net, images, methods, targets=targets, layers=layers, multi_label=info.multi_label):
         if isinstance(step, LayerAttention):
             assert attention is not None
-            attention.add(step.weights)
+            attention.add(step.weights)  # type: ignore[arg-type]
         elif isinstance(step, ForwardResult):
             result = step
         else:
@@ -223,7 +228,7 @@ def explain(
         maps={method: _to_numpy(values) for method, values in maps.items()},
         attention=None if views is None else _to_numpy(views[:, 0]),
         prefix_attention=None if prefix is None else _to_numpy(prefix[:, 0]),
-        prefix_names=() if isinstance(net, BiT) else net.config.prefix_token_names,
+        prefix_names=net.config.prefix_token_names if isinstance(net, ViT) else (),
         query=query,
         faithfulness=curves,
     )
@@ -241,7 +246,7 @@ def _resolve_methods(net: Net, has_classes: bool, methods: Sequence[str] | None)
     for method in methods:
         if method not in METHODS:
             raise ConfigError(f"unknown method {method!r}{did_you_mean(method, METHODS)}")
-    if any(method in NEEDS_ATTENTION for method in methods):
+    if isinstance(net, BiT) and any(method in NEEDS_ATTENTION for method in methods):
         require_attention(net)
     if not has_classes and (unsupported := [m for m in methods if m in NEEDS_CLASSES]):
         raise ModelError(f"{unsupported[0]} explains a class score, and this model has no classes; try rollout.")

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from vitrail.errors import ModelError
-from vitrail.models import BiT, Net
+from vitrail.models import BiT, Net, ViT
 
 # n components; D width, C channels, p x q pixels of a patch
 
@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.floating[Any]]
 @torch.no_grad()
 def filter_components(net: Net, max_components: int = 28) -> tuple[Floats, Floats]:
     """Principal components of the patch embedding filters, n p q C, and the fraction of the variance of each, n."""
-    if isinstance(net, BiT) or net.stem is not None:
+    if isinstance(net, BiT) or (isinstance(net, ViT) and net.stem is not None):
         raise ModelError("the first filters of this model are those of a ResNet (7 × 7 pixels), not patch filters.")
     weight = net.patch.weight.detach().double().cpu()  # D C p q
     matrix = weight.flatten(1)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ModelError
-from vitrail.explain.attention import AttentionIterator, BlockRecord, pooling_weights, require_attention
-from vitrail.models import Net, ViT
+from vitrail.explain.attention import AttentionIterator, BlockRecord, pooling_weights
+from vitrail.explain.swin_attention import SwinExplainer
+from vitrail.models import Net, Swin, ViT
 from vitrail.models.base import eval_mode
 
 # B images, H heads, T tokens (prefix tokens first), N patches in h rows and w columns, D width
@@ -24,7 +25,9 @@ from vitrail.models.base import eval_mode
 
 def gradient_rollout(net: Net, images: Tensor, targets: Tensor) -> Tensor:
     """B C H W and B class indices -> B h w: relevance of each patch for its image's class, 0 or more."""
-    check_targets(require_attention(net), targets, len(images))
+    check_targets(net, targets, len(images))
+    if isinstance(net, Swin):
+        return SwinExplainer(net, images, ("gradient",)).run().relevance(targets)
     return relevance_map(AttentionIterator(net, images, layers=(), record_blocks=True).run(), targets)
 
 

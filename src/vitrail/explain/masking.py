@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.config import pair
 from vitrail.errors import ConfigError
-from vitrail.models import ViT
+from vitrail.models import Swin, ViT
 from vitrail.models.base import eval_mode
+from vitrail.models.swin import cover_with_patches
 
 # b images at a time, h rows and w columns of patches
 
@@ -47,7 +49,9 @@ def blurred(images: Tensor, sigma: float) -> Tensor:
 
 
 def covered_pixels(net: nn.Module, images: Tensor) -> Tensor:
-    """B C H W without the last rows and columns if no patch covers them."""
+    """B C H W without the last rows and columns if no patch covers them; padded where the network pads."""
+    if isinstance(net, Swin):
+        return cover_with_patches(images, pair(net.config.patch_size), net.config.uncovered)
     return net.crop_to_patches(images) if isinstance(net, ViT) and net.stem is None else images
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from vitrail.errors import ConfigError
 from vitrail.explain.gradient import check_targets
 from vitrail.explain.masking import Fill, class_probabilities, covered_pixels, mask_patches, replacement_pixels
-from vitrail.models import BiT, Net
+from vitrail.models import BiT, Net, Swin
 
 # B images, h rows and w columns of patches, M window positions
 
@@ -50,7 +50,8 @@ def occlusion(
 ) -> Tensor:
     """B C H W and B class indices -> B h w: drop of the class probability when each patch is masked.
 
-    A square of `size` x `size` patches (default 2, or 1 for a single row or column) is masked at steps of `stride`;
+    A square of `size` x `size` patches (default 2, or 1 for a single row or column; for a Swin Transformer, whose
+    patches are small, 8 at 4 times the stride) is masked at steps of `stride`;
     a patch gets the mean drop over the squares that cover it. A negative value means that masking raises the
     probability.
     """
@@ -100,8 +101,9 @@ def occlusion_steps(
     grid = grid_of(net, images)
     images = covered_pixels(net, images)
     if size is None:
-        size = min(2, *grid)
-        stride = min(stride, size)
+        unit = 2 ** min(2, len(net.config.depths) - 1) if isinstance(net, Swin) else 1  # 16 of its pixels
+        size = min(2 * unit, *grid)
+        stride = min(stride * unit, size)
     if not 1 <= size <= min(grid) or not 1 <= stride <= size:
         raise ConfigError(
             f"size={size}, stride={stride}: expected a size of 1 to {min(grid)} patches and a stride of 1 to the size."

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitrail.config import Pair
 from vitrail.errors import ModelError
-from vitrail.models import BiT, Net, ViT
+from vitrail.models import BiT, Net, Swin, ViT
 from vitrail.models.position import AdditivePosition, RelativePosition, RotaryPosition2d
 
 # h rows and w columns of patches, N = h w, D width, K width of a head
@@ -55,6 +55,8 @@ def position_similarity(net: Net, layer: int = 0, image_size: Pair | None = None
 def _position(net: Net, layer: int) -> torch.nn.Module:
     if isinstance(net, BiT):
         raise ModelError("a BiT has no position embeddings.")
+    if isinstance(net, Swin):
+        raise ModelError("a Swin Transformer has no position embeddings, but biases for distances inside windows.")
     if not net.positions:
         raise ModelError("this model has no position embeddings.")
     if not 0 <= layer < max(len(net.positions), 1):

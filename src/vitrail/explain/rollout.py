@@ -9,7 +9,8 @@ from torch import Tensor
 
 from vitrail.errors import ModelError
 from vitrail.explain.attention import AttentionIterator, Query, pooling_weights, token_index
-from vitrail.models import Net
+from vitrail.explain.swin_attention import SwinExplainer
+from vitrail.models import Net, Swin
 
 # B images, H heads, T tokens (prefix tokens first), N patches in h rows and w columns
 
@@ -40,8 +41,10 @@ def rollout_map(net: Net, images: Tensor, query: Query = "pooled") -> Tensor:
 
     The class token's row of the rollout (the mean of both tokens' rows for a distilled network), the mean of the
     patches' rows for mean pooling, or their rows weighted by the attention pool. A map sums to 1 minus the
-    contribution of the prefix tokens.
+    contribution of the prefix tokens. For a Swin Transformer, see `swin_attention.py`.
     """
+    if isinstance(net, Swin):
+        return SwinExplainer(net, images, ("rollout",)).run().rollout(query)
     iterator = AttentionIterator(net, images)
     return query_row(iterator, rollout(iterator), query)
 

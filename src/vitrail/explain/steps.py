@@ -14,7 +14,8 @@ from vitrail.explain.attention import AttentionIterator, QueryAttention
 from vitrail.explain.gradient import check_targets, relevance_map
 from vitrail.explain.occlusion import occlusion_steps
 from vitrail.explain.rollout import add_layer, query_row
-from vitrail.models import BiT, Net
+from vitrail.explain.swin_attention import SwinExplainer, WindowedAttention
+from vitrail.models import BiT, Net, Swin
 from vitrail.models.base import eval_mode
 
 # B images, H heads, T tokens (prefix tokens first), h rows and w columns of patches
@@ -35,8 +36,8 @@ class LayerAttention:
 
     layer: int
     """From 0."""
-    weights: Tensor
-    """B H T T."""
+    weights: Tensor | WindowedAttention
+    """B H T T; a Swin Transformer's is inside windows."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,15 @@ def explain_steps(
     class indices, B; None: the top classes. Gradients add one backward pass, occlusion adds forward passes of at most
     `max_batch_size` masked images, or as many as fit in `step_s` seconds.
     """
-    if isinstance(net, BiT):
+    swin: SwinExplainer | None = None
+    if isinstance(net, Swin):
+        swin, iterator = SwinExplainer(net, images, methods), None
+        for layer, attention in enumerate(swin):
+            if layers is None or layer in layers:
+                yield LayerAttention(layer, attention)
+            del attention
+        logits = swin.logits
+    elif isinstance(net, BiT):
         if needed := [m for m in methods if m in NEEDS_ATTENTION]:
             raise ModelError(f"a BiT has no attention, which {needed[0]} needs; try occlusion.")
         with torch.no_grad(), eval_mode(net):
@@ -122,6 +131,9 @@ def explain_steps(
             check_targets(net, targets, len(images))
         if method == "occlusion":
             yield from _occlusion_maps(net, images, logits, targets, multi_label, max_batch_size, step_s)
+            continue
+        if swin is not None:
+            yield AttributionMap(method, swin.map(method, targets))
             continue
         assert iterator is not None
         if method == "rollout":

@@ -15,7 +15,7 @@ from vitrail.explain.distance import attention_distance, uniform_distance
 from vitrail.explain.filters import filter_components
 from vitrail.explain.positions import position_similarity
 from vitrail.explain.rollout import rollout_map
-from vitrail.models import Net, ViT
+from vitrail.models import Net, Swin, ViT
 
 # T snapshots; h rows and w columns of patches; n patterns of p x q pixels and C channels; L layers of H heads
 
@@ -109,6 +109,8 @@ def _filters(net: Net, _: Tensor | None) -> dict[str, Floats]:
 
 def _distance(net: Net, images: Tensor | None) -> dict[str, Floats]:
     images = _require_images(images)
+    if isinstance(net, Swin):
+        raise ModelError("the attention of a Swin Transformer does not leave its windows: distances are not drawn.")
     found, size = attention_distance(net, images), (images.shape[2], images.shape[3])
     assert isinstance(net, ViT)  # or it was refused
     return {"distances": found.numpy(), "uniform": np.array(uniform_distance(net.config.grid_of(size), size))}

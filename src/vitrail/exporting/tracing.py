@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitrail.config import pair
 from vitrail.engines.export_metadata import ExportMetadata
 from vitrail.engines.optional_packages import silence_exporters
-from vitrail.models import Net
-from vitrail.models.layers import Attention, QKTransform
+from vitrail.models import Net, Swin
+from vitrail.models.layers import Attention, QKTransform, QKVProjection
 from vitrail.models.resnet import StandardizedConv
+from vitrail.models.swin_layers import PositionBias, WindowAttention
+from vitrail.models.windows import WindowPlan
 
 # B images, H x W pixels, C channels; N tokens, D width, H heads, K = D // H
 
@@ -33,6 +37,10 @@ class ExportModule(nn.Module):
     def __init__(self, net: Net, metadata: ExportMetadata, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.net = fold_weight_standardization(copy.deepcopy(net).to("cpu").eval().requires_grad_(False)).to(dtype)
+        fold_windows(self.net, pair(metadata.info.preprocess.image_size))
+        for module in self.net.modules():
+            if isinstance(module, Attention | WindowAttention):
+                module.qkv = with_key_bias(module.qkv)  # type: ignore[assignment]
         if metadata.to != "pt2":  # torch runs its fused operator
             unfuse_attention(self.net)
         self.dtype, self.normalize_inside, self.output_type = dtype, metadata.normalize_inside, metadata.output_type
@@ -66,6 +74,56 @@ def fold_weight_standardization(net: Net) -> Net:
             module.weight.copy_(module.kernel().clone())
             module.__class__ = FoldedConv
     return net
+
+
+class FoldedBias(nn.Module):
+    """The position bias of a Swin Transformer's block for maps of one size: nW H N N, or 1 H N N without a shift."""
+
+    bias: Tensor
+    mask: Tensor
+
+    def __init__(self, module: PositionBias, plan: WindowPlan) -> None:
+        super().__init__()
+        bias = module.bias(plan)[None]
+        mask = torch.zeros(1) if plan.mask is None else torch.where(plan.mask, module.mask_value, 0.0)[:, None]
+        self.register_buffer("bias", bias)  # two buffers take less space than their sum
+        self.register_buffer("mask", mask)
+        self.shifted = plan.mask is not None
+
+    def forward(self, plan: WindowPlan, like: Tensor) -> Tensor:
+        """The bias, with the dtype of `like`."""
+        return (self.bias + self.mask if self.shifted else self.bias).to(like.dtype)
+
+
+@torch.no_grad()
+def fold_windows(net: Net, image_size: tuple[int, int]) -> None:
+    """Compute the windows and position biases of a Swin Transformer in place, instead of in every forward pass."""
+    if not isinstance(net, Swin):
+        return
+    grids = net.config.stage_grids(net.config.grid_of(image_size))
+    for name, module in net.named_modules():
+        if isinstance(module, WindowAttention):
+            grid = grids[int(name.split(".")[1])]
+            plan = module.plan(grid, net.patch.weight)
+            module.bias = FoldedBias(module.bias, plan)  # type: ignore[assignment]
+            module.plan = partial(_same_plan, plan)  # type: ignore[method-assign]
+
+
+def with_key_bias(qkv: QKVProjection) -> nn.Linear:
+    """A plain Linear with the same outputs: the bias of the keys is zero."""
+    plain = nn.Linear(qkv.in_features, qkv.out_features, bias=qkv.bias is not None)
+    plain.weight = qkv.weight
+    if qkv.bias is not None and qkv.key_bias:
+        plain.bias = qkv.bias
+    elif qkv.bias is not None:
+        queries, values = qkv.bias.chunk(2)
+        plain.bias = nn.Parameter(torch.cat([queries, torch.zeros_like(queries), values]), requires_grad=False)
+    return plain
+
+
+def _same_plan(plan: WindowPlan, grid: tuple[int, int], like: Tensor) -> WindowPlan:
+    assert grid == plan.grid
+    return plan
 
 
 class PlainAttention(Attention):

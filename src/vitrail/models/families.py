@@ -122,6 +122,20 @@ FAMILIES: dict[str, Family] = {
         eval_image_size=224,
         verified_against="timm; transformers",
     ),
+    "DINOv3": Family(
+        "DINOv3 (Siméoni et al. 2025), EUPE, LingBot-Vision",
+        {
+            "activation": "gelu",
+            "num_classes": 0,
+            "layer_scale": 1e-5,
+            "position": "rope-2d",
+            "num_registers": 4,
+            "norm_eps": 1e-5,
+            "key_bias": False,
+        },
+        preprocess=PreprocessConfig(mean=IMAGENET_MEAN, std=IMAGENET_STD),
+        verified_against="golden outputs of facebookresearch/dinov3; timm; transformers",
+    ),
     "CLIP": Family(
         "CLIP's image towers (Radford et al. 2021)",
         {
@@ -147,8 +161,19 @@ FAMILIES: dict[str, Family] = {
         preprocess=BIT,
         verified_against="golden outputs of google-research/big_vision; timm; transformers",
     ),
-    "Swin": Family("Swin Transformer (Liu et al. 2021)", preprocess=DEIT, crop_fraction=_crop_875),
-    "SwinV2": Family("Swin Transformer V2 (Liu et al. 2021)", {"version": 2}, preprocess=DEIT, crop_fraction=_crop_875),
+    "Swin": Family(
+        "Swin Transformer (Liu et al. 2021)",
+        preprocess=DEIT,
+        crop_fraction=_crop_875,
+        verified_against="golden outputs of microsoft/Swin-Transformer; timm; transformers; torchvision",
+    ),
+    "SwinV2": Family(
+        "Swin Transformer V2 (Liu et al. 2021)",
+        {"version": 2},
+        preprocess=DEIT,
+        crop_fraction=_crop_875,
+        verified_against="golden outputs of microsoft/Swin-Transformer; timm; transformers; torchvision",
+    ),
 }
 
 

@@ -106,7 +106,7 @@ class Attention(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         width, self.num_heads = config.width, config.num_heads
-        self.qkv = nn.Linear(width, 3 * width, bias=config.qkv_bias)
+        self.qkv = QKVProjection(width, bias=config.qkv_bias, key_bias=config.key_bias)
         self.q_norm = make_norm(config, width // config.num_heads) if config.qk_norm else nn.Identity()
         self.k_norm = make_norm(config, width // config.num_heads) if config.qk_norm else nn.Identity()
         self.out = nn.Linear(width, width, bias=config.proj_bias)

@@ -78,6 +78,11 @@ def cast_like(x: Tensor, like: Tensor) -> Tensor:
     return x if torch.is_autocast_enabled(like.device.type) else x.to(like.dtype)
 
 
+def rotary_periods(head_dim: int, base: float, like: Tensor) -> Tensor:
+    """The K/4 periods of the rotary positions of a head, from 1 to base^(1 - 4/K)."""
+    return base ** (_arange(head_dim // 4, like) * 4 / head_dim)
+
+
 @fx.wrap
 def rotary_cos_sin(grid: Grid, head_dim: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine, each N K, of the rotation angles 2 pi c / period.
@@ -85,7 +90,7 @@ def rotary_cos_sin(grid: Grid, head_dim: int, base: float, like: Tensor) -> tupl
     c is the row or column coordinate of a patch's center, scaled to [-1, 1]. The K/2 angles are those of the row with
     K/4 periods, then those of the column; they repeat for the second half of the channels.
     """
-    periods = base ** (_arange(head_dim // 4, like) * 4 / head_dim)
+    periods = rotary_periods(head_dim, base, like)
     centers = [2 * (_arange(n, like) + 0.5) / n - 1 for n in grid]
     coords = torch.stack(torch.meshgrid(*centers, indexing="ij"), dim=-1).flatten(0, 1)  # N 2
     angles = (2 * math.pi * coords[:, :, None] / periods).flatten(1).tile(2)  # N K

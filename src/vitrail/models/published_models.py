@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -19,7 +20,7 @@ class PublishedModel:
 
     @property
     def family(self) -> str:
-        return self.name.split("+")[-1].split("-")[0]
+        return re.sub(r"^R\d*\+", "", self.name).split("-")[0]  # without the stem of a hybrid
 
 
 def _timm(name: str, arch: str, tag: str, *aliases: str) -> PublishedModel:
@@ -88,6 +89,12 @@ PUBLISHED_MODELS: tuple[PublishedModel, ...] = (
     _timm("DINOv2-B/14-reg", "vit_base_patch14_reg4_dinov2", "lvd142m", "facebook/dinov2-with-registers-base", "dinov2_vitb14_reg"),
     _timm("DINOv2-L/14-reg", "vit_large_patch14_reg4_dinov2", "lvd142m", "facebook/dinov2-with-registers-large", "dinov2_vitl14_reg"),
     _timm("DINOv2-g/14-reg", "vit_giant_patch14_reg4_dinov2", "lvd142m", "facebook/dinov2-with-registers-giant", "dinov2_vitg14_reg"),
+    _timm("DINOv3-S/16", "vit_small_patch16_dinov3_qkvb", "lvd1689m", "facebook/dinov3-vits16-pretrain-lvd1689m", "dinov3_vits16"),
+    _timm("DINOv3-S+/16", "vit_small_plus_patch16_dinov3_qkvb", "lvd1689m", "facebook/dinov3-vits16plus-pretrain-lvd1689m", "dinov3_vits16plus"),
+    _timm("DINOv3-B/16", "vit_base_patch16_dinov3_qkvb", "lvd1689m", "facebook/dinov3-vitb16-pretrain-lvd1689m", "dinov3_vitb16"),
+    _timm("DINOv3-L/16", "vit_large_patch16_dinov3_qkvb", "lvd1689m", "facebook/dinov3-vitl16-pretrain-lvd1689m", "dinov3_vitl16"),
+    _timm("DINOv3-H+/16", "vit_huge_plus_patch16_dinov3_qkvb", "lvd1689m", "facebook/dinov3-vith16plus-pretrain-lvd1689m", "dinov3_vith16plus"),
+    _timm("DINOv3-7B/16", "vit_7b_patch16_dinov3", "lvd1689m", "facebook/dinov3-vit7b16-pretrain-lvd1689m", "dinov3_vit7b16"),
     PublishedModel("CLIP-B/32", "openai/clip-vit-base-patch32", ("vit_base_patch32_clip_quickgelu_224", "timm/vit_base_patch32_clip_224.openai")),
     PublishedModel("CLIP-B/16", "openai/clip-vit-base-patch16", ("vit_base_patch16_clip_quickgelu_224", "timm/vit_base_patch16_clip_224.openai")),
     PublishedModel("CLIP-L/14", "openai/clip-vit-large-patch14", ("vit_large_patch14_clip_quickgelu_224", "timm/vit_large_patch14_clip_224.openai")),
@@ -106,5 +113,26 @@ PUBLISHED_MODELS: tuple[PublishedModel, ...] = (
     _timm("BiT-R101x3", "resnetv2_101x3_bit", "goog_in21k_ft_in1k"),
     _timm("BiT-R152x2", "resnetv2_152x2_bit", "goog_in21k_ft_in1k"),
     _timm("BiT-R152x4", "resnetv2_152x4_bit", "goog_in21k_ft_in1k"),
+    _timm("Swin-T", "swin_tiny_patch4_window7_224", "ms_in1k", "microsoft/swin-tiny-patch4-window7-224", "swin_t"),
+    _timm("Swin-S", "swin_small_patch4_window7_224", "ms_in22k_ft_in1k", "microsoft/swin-small-patch4-window7-224", "swin_s"),
+    _timm("Swin-B", "swin_base_patch4_window7_224", "ms_in22k_ft_in1k", "microsoft/swin-base-patch4-window7-224", "swin_b"),
+    _timm("Swin-B@384", "swin_base_patch4_window12_384", "ms_in22k_ft_in1k", "microsoft/swin-base-patch4-window12-384"),
+    _timm("Swin-L", "swin_large_patch4_window7_224", "ms_in22k_ft_in1k", "microsoft/swin-large-patch4-window7-224"),
+    _timm("Swin-L@384", "swin_large_patch4_window12_384", "ms_in22k_ft_in1k", "microsoft/swin-large-patch4-window12-384"),
+    _timm("Swin-S3-T", "swin_s3_tiny_224", "ms_in1k"),
+    _timm("Swin-S3-S", "swin_s3_small_224", "ms_in1k"),
+    _timm("Swin-S3-B", "swin_s3_base_224", "ms_in1k"),
+    _timm("SwinV2-T", "swinv2_tiny_window8_256", "ms_in1k", "microsoft/swinv2-tiny-patch4-window8-256", "swin_v2_t"),
+    _timm("SwinV2-T-w16", "swinv2_tiny_window16_256", "ms_in1k", "microsoft/swinv2-tiny-patch4-window16-256"),
+    _timm("SwinV2-S", "swinv2_small_window8_256", "ms_in1k", "microsoft/swinv2-small-patch4-window8-256", "swin_v2_s"),
+    _timm("SwinV2-S-w16", "swinv2_small_window16_256", "ms_in1k", "microsoft/swinv2-small-patch4-window16-256"),
+    _timm("SwinV2-B", "swinv2_base_window8_256", "ms_in1k", "microsoft/swinv2-base-patch4-window8-256", "swin_v2_b"),
+    _timm("SwinV2-B-w16", "swinv2_base_window16_256", "ms_in1k", "microsoft/swinv2-base-patch4-window16-256"),
+    _timm("SwinV2-B-w12", "swinv2_base_window12_192", "ms_in22k", "microsoft/swinv2-base-patch4-window12-192-22k"),
+    _timm("SwinV2-B-w12to16", "swinv2_base_window12to16_192to256", "ms_in22k_ft_in1k", "microsoft/swinv2-base-patch4-window12to16-192to256-22kto1k-ft"),
+    _timm("SwinV2-B-w12to24", "swinv2_base_window12to24_192to384", "ms_in22k_ft_in1k", "microsoft/swinv2-base-patch4-window12to24-192to384-22kto1k-ft"),
+    _timm("SwinV2-L-w12", "swinv2_large_window12_192", "ms_in22k", "microsoft/swinv2-large-patch4-window12-192-22k"),
+    _timm("SwinV2-L-w12to16", "swinv2_large_window12to16_192to256", "ms_in22k_ft_in1k", "microsoft/swinv2-large-patch4-window12to16-192to256-22kto1k-ft"),
+    _timm("SwinV2-L-w12to24", "swinv2_large_window12to24_192to384", "ms_in22k_ft_in1k", "microsoft/swinv2-large-patch4-window12to24-192to384-22kto1k-ft"),
 )
 # fmt: on

@@ -27,7 +27,7 @@ from vitrail.models import drop, init
 from vitrail.models.base import BaseNet
 from vitrail.models.layers import PatchEmbed
 from vitrail.models.output import PER_LAYER, Output, resolve_layers, resolve_outputs
-from vitrail.models.swin_layers import ContinuousBias, PatchMerging, SwinBlock, TableBias, resample_table
+from vitrail.models.swin_layers import ContinuousBias, PatchMerging, SwinBlock, TableBias, by_window, resample_table
 from vitrail.models.windows import Grid
 
 # B images of C channels; T = h w tokens of a stage's map; D width of the stage
@@ -212,7 +212,8 @@ class Swin(BaseNet):
         else:
             x = block(x, grid, weights, seeds)
         if weights:
-            requested.kept_attention[number] = weights[0]
+            assert isinstance(block, SwinBlock)
+            requested.kept_attention[number] = by_window(weights[0], len(x), block.attention.num_heads)
         if keep and requested.tokens:
             requested.kept_tokens[number] = x, grid
         return x
@@ -253,6 +254,11 @@ class Swin(BaseNet):
         biases = tuple(f"{name}." for name, module in self.named_modules() if isinstance(module, ContinuousBias))
         return {name for name in super().decayed_parameters() if not name.startswith(biases)}
 
+    @property
+    def table_windows(self) -> tuple[Grid, ...]:
+        """Version 1: window size of each table of position biases; empty in version 2."""
+        return tuple(module.window for module in self.modules() if isinstance(module, TableBias))
+
     def resized(self, image_size: Pair) -> Swin:
         """A copy for images of this size. Tables of position biases whose window changes by the rule are resampled."""
         return self._rebuilt(self.config.replace(image_size=image_size))
@@ -266,7 +272,8 @@ class Swin(BaseNet):
         for name, module in self.named_modules():
             if isinstance(module, TableBias):
                 stage = int(name.split(".")[1])
-                resampled[f"{name}.table"] = resample_table(module.table, module.window, config.table_window(stage))
+                window = config.table_window(stage)
+                resampled[f"{name}.table"] = resample_table(module.table, module.window, window, config.window_rule)
         return self.rebuild(config, resampled)
 
     def with_classes(self, num_classes: int) -> Swin:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -52,14 +53,32 @@ def bias_of_table(table: Tensor, window: Grid) -> Tensor:
 
 
 @fx.wrap
-def resample_table(table: Tensor, built_for: Grid, window: Grid) -> Tensor:
-    """A table for another window size: bicubic interpolation of the distances, as in the original's code."""
+def resample_table(table: Tensor, built_for: Grid, window: Grid, rule: str = "microsoft") -> Tensor:
+    """A table for another window size: bicubic interpolation of the distances as in the original's code, or timm's."""
     if window == built_for:
         return table
     rows, columns = (2 * side - 1 for side in built_for)
-    return resample(table.unflatten(0, (rows, columns)), (2 * window[0] - 1, 2 * window[1] - 1), "huggingface").flatten(
-        0, 1
-    )
+    target = 2 * window[0] - 1, 2 * window[1] - 1
+    table = table.unflatten(0, (rows, columns))
+    if rule != "timm":
+        return resample(table, target, "huggingface").flatten(0, 1)
+    vertical, horizontal = (_geometric_weights(*sides).to(table) for sides in zip((rows, columns), target, strict=True))
+    return torch.einsum("ir,rch,jc->ijh", vertical, table, horizontal).flatten(0, 1)
+
+
+def _geometric_weights(source: int, target: int) -> Tensor:
+    """target source: linear interpolation from distances in geometric progression, as in BEiT's code and timm's.
+
+    The distances 1, 1 + q, 1 + q + q^2, ... of the table are stretched so that the largest ones of both sizes meet.
+    """
+    low, high = 1.01, 1.5
+    while high - low > 1e-6:
+        q = (low + high) / 2
+        low, high = (low, q) if (1 - q ** (source // 2)) / (1 - q) > target // 2 else (q, high)
+    distances = np.cumsum(q ** np.arange(source // 2))
+    places = np.concatenate([-distances[::-1], [0.0], distances])
+    wanted = np.arange(target) - target // 2
+    return torch.from_numpy(np.stack([np.interp(wanted, places, row) for row in np.eye(source)], axis=1))
 
 
 @fx.wrap
@@ -155,7 +174,7 @@ class WindowAttention(nn.Module):
         weights_out: list[Tensor] | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
-        """`weights_out` receives the attention weights, B nW H N N; `dropout_seeds`, B int64, seed the dropout."""
+        """`weights_out` receives the attention weights, for `by_window`; `dropout_seeds`, B int64, seed the dropout."""
         plan = self.plan(grid, x)
         qkv = self.qkv(windows.to_windows(x, plan))  # B nW N 3D
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(3)  # each B nW N H K
@@ -191,11 +210,13 @@ def attend_in_windows(
     else:  # windows beside the heads: the bias, which differs between them, is shared by all images
         q, k, v = (x.transpose(2, 3).flatten(1, 2) for x in (q, k, v))  # each B, nW H, N, K
         bias = bias.flatten(0, 1)[None]
-    weights: list[Tensor] | None = None if weights_out is None else []
-    x = attend(q, k, v, bias=bias, dropout=dropout, weights_out=weights, scale=scale)
-    if weights_out is not None and weights is not None:
-        weights_out.append(weights[0].reshape(num_images, num_windows, num_heads, tokens, tokens))
+    x = attend(q, k, v, bias=bias, dropout=dropout, weights_out=weights_out, scale=scale)
     return x.reshape(num_images, num_windows, num_heads, tokens, -1).transpose(2, 3).flatten(3)
+
+
+def by_window(weights: Tensor, num_images: int, num_heads: int) -> Tensor:
+    """The weights of `attend_in_windows`, whose windows are a batch or beside the heads -> B nW H N N."""
+    return weights.reshape(num_images, -1, num_heads, *weights.shape[-2:])
 
 
 class SwinBlock(nn.Module):

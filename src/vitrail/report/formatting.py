@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from vitrail.config import BiTConfig, pair
+from vitrail.config import BiTConfig, SwinConfig, pair
 from vitrail.models import Net
 from vitrail.weights.model_info import strip_local_folders
 
@@ -76,6 +76,8 @@ def model_rows(net: Net) -> Rows:
     if isinstance(config, BiTConfig):
         kind = f"BiT ResNet, {'-'.join(map(str, config.layers))} units, width × {config.width_factor:g}"
         return [("Model", kind), ("Parameters", f"{parameters:,}")]
+    if isinstance(config, SwinConfig):
+        return _swin_rows(config, parameters)
     rows, columns = config.grid
     channels = pluralize(config.channels, "channel")
     kind = "ViT with a ResNet stem" if config.stem else "ViT"
@@ -95,6 +97,20 @@ def model_rows(net: Net) -> Rows:
         ),
         ("Position embeddings", positions),
         ("Pooling", pool),
+    ]
+
+
+def _swin_rows(config: SwinConfig, parameters: int) -> Rows:
+    stages, windows = ("-".join(map(str, values)) for values in (config.depths, [w[0] for w in config.window_sizes]))
+    name = "Swin Transformer" + (" V2" if config.version == 2 else "")
+    rows, columns = config.grid
+    channels = pluralize(config.channels, "channel")
+    return [
+        ("Model", f"{name}: width {config.width}, {stages} blocks, {'-'.join(map(str, config.num_heads))} heads"),
+        ("Parameters", f"{parameters:,}"),
+        ("Patches", f"{rows} × {columns}, {format_size(config.patch_size)} pixels each, {channels}"),
+        ("Windows", windows if len(set(config.window_sizes)) > 1 else format_size(config.window_sizes[0])),
+        ("Pooling", "mean of the tokens"),
     ]
 
 

@@ -110,7 +110,7 @@ class Explainer:
             images,
             methods,
             targets=None if targets is None else targets.to(images.device),
-            layers=None,
+            layers=None if isinstance(model.net, ViT) else (),
             multi_label=info.multi_label,
             max_batch_size=MAX_OCCLUSION_BATCH,
             step_s=STEP_S,
@@ -118,6 +118,7 @@ class Explainer:
             progress = None
             if isinstance(step, LayerAttention):
                 assert distances is not None
+                assert isinstance(step.weights, torch.Tensor)
                 by_head = mean_distances(step.weights, distances, model.info.config.num_prefix_tokens)[0]  # type: ignore[union-attr]
                 attention["attention_distance"].append([round(px, 3) for px in by_head.tolist()])
                 if step.layer in layers:

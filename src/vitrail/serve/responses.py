@@ -46,7 +46,7 @@ def describe_model(served: ServedModel, limits: Limits) -> dict[str, Any]:
         "channels": channels,
         "grid": {"rows": rows, "columns": columns},
         "depth": getattr(config, "depth", None),
-        "num_heads": getattr(config, "num_heads", None),
+        "num_heads": heads if isinstance(heads := getattr(config, "num_heads", None), int) else None,
         "prefix_tokens": list(served.prefix_tokens),
         "pool": getattr(config, "pool", None),
         "position": getattr(config, "position", None),

@@ -15,7 +15,7 @@ from vitrail.data.sources.base import SourceSplits
 from vitrail.data.sources.dataset import splits_from
 from vitrail.errors import FormatError, ModelError, TrainError
 from vitrail.model import Model
-from vitrail.models import NETWORKS, Net
+from vitrail.models import NETWORKS, BiT, Net, Swin, ViT
 from vitrail.models.base import eval_mode
 from vitrail.models.families import default_family
 from vitrail.plugins import IN_MEMORY, import_reference, load_plugin, reference_to
@@ -106,7 +106,7 @@ class CustomObjects:
         if weights or init_from.startswith(IN_MEMORY):
             raise _pass_again("init_from", init_from, "model=NETWORK")
         found = import_reference(init_from.removeprefix(NETWORK_CLASS))
-        if not (isinstance(found, type) and issubclass(found, tuple(NETWORKS.values()))):
+        if not (isinstance(found, type) and issubclass(found, ViT | BiT | Swin)):
             raise TrainError(f"init_from={init_from} is not a subclass of vitrail.ViT, vitrail.BiT or vitrail.Swin.")
         return found
 
@@ -122,7 +122,7 @@ def read_network(model: nn.Module | Model) -> tuple[Net, ModelInfo]:
     """A copy of a network, and its info. Networks of other libraries are converted; others are refused."""
     if isinstance(model, Model):
         return copy_network(model.net, type(model.net)), model.info
-    if isinstance(model, tuple(NETWORKS.values())):
+    if isinstance(model, ViT | BiT | Swin):
         _check_subclass(model)
         family = default_family(model.config)
         info = ModelInfo(config=model.config, preprocess=default_preprocess(family, model.config), family=family)

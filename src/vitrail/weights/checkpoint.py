@@ -17,7 +17,7 @@ from vitrail.errors import CheckpointError, FormatError, ModelError, NotFoundErr
 from vitrail.models import Net, build
 from vitrail.models.families import FAMILIES
 from vitrail.plugins import load_plugin, plugin_names
-from vitrail.weights import google, google_bit, open_clip
+from vitrail.weights import dinov3, google, google_bit, open_clip
 from vitrail.weights.archive import Archive, align_tensor, open_archive
 from vitrail.weights.facebook import FACEBOOK
 from vitrail.weights.family_defaults import default_preprocess, family_conventions
@@ -25,20 +25,27 @@ from vitrail.weights.file_type import DOWNLOAD_AGAIN, summarize_names
 from vitrail.weights.format import Format
 from vitrail.weights.huggingface import HUGGINGFACE
 from vitrail.weights.huggingface_config import check_model_type
+from vitrail.weights.microsoft import MICROSOFT
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.native import NATIVE
 from vitrail.weights.sidecars import stated_model
 from vitrail.weights.size_limits import check_names, check_sizes
 from vitrail.weights.timm import TIMM_FORMAT
+from vitrail.weights.timm_swin import TIMM_SWIN
 from vitrail.weights.torchvision import TORCHVISION
+from vitrail.weights.torchvision_swin import TORCHVISION_SWIN
 from vitrail.weights.unsupported import reject_architecture, reject_tensors
 
 FORMATS: tuple[Format, ...] = (
     NATIVE,
+    *dinov3.FORMATS,
     FACEBOOK,
     TIMM_FORMAT,
     HUGGINGFACE,
     TORCHVISION,
+    MICROSOFT,
+    TIMM_SWIN,
+    TORCHVISION_SWIN,
     *open_clip.FORMATS,
     *google.FORMATS,
     *google_bit.FORMATS,
@@ -197,11 +204,12 @@ def _check_shapes(net: Net, info: ModelInfo) -> None:
 
 
 def format_for(name: str, info: ModelInfo) -> Format:
-    """The format of this name that can represent the model; Google's and big_vision's BiT have their own tables."""
+    """The format of this name that can represent the model, or most of it: kinds of networks have their own tables."""
     named = [f for f in FORMATS if f.name == name]
     if not named:
         named = [load_plugin("formats", name, builtin={f.name for f in FORMATS})]
-    return next((f for f in named if not f.unsupported_parts(info)), named[0])
+    of_kind = [f for f in named if f.is_for(info.config)] or named
+    return min(of_kind, key=lambda form: len(form.missing_parts(info)))
 
 
 def _with_header_sidecars(archive: Archive) -> Archive:

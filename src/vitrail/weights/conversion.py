@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vitrail.config import ViTConfig
+from vitrail.config import SwinConfig, ViTConfig
 from vitrail.errors import CheckpointError, FormatError
 from vitrail.models import Net
 from vitrail.weights import checkpoint
@@ -84,10 +84,26 @@ def lost_information(info: ModelInfo, back: ModelInfo) -> list[str]:
     differ = [f"{name}={value}" for name, value in ours.items() if theirs[name] != value]
     if differ:
         lost.append(f"preprocessing ({', '.join(differ)})")
+    if isinstance(info.config, SwinConfig) and isinstance(back.config, SwinConfig):
+        lost += _lost_swin_conventions(info.config, back.config)
     before, after = (getattr(c.config, "resample", "") for c in (info, back))
     if before != after and getattr(info.config, "position", "").startswith("learned"):
         lost.append(f"how positions are resampled for other sizes (it was {before}, there {after})")
     return lost
+
+
+def _lost_swin_conventions(before: SwinConfig, after: SwinConfig) -> list[str]:
+    titles = {
+        "window_rule": "how windows are placed on other image sizes",
+        "uncovered": "how images are treated whose size is not a multiple of the patch size",
+        "image_size": "the image size",
+        "mask_value": "the mask's value",
+    }
+    return [
+        f"{title} (it was {getattr(before, name)}, there {getattr(after, name)})"
+        for name, title in titles.items()
+        if getattr(before, name) != getattr(after, name)
+    ]
 
 
 def _read_back(path: Path, info: ModelInfo) -> tuple[Net, ModelInfo, list[str]]:

@@ -14,12 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vitrail.config import BiTConfig, ViTConfig
+from vitrail.config import ViTConfig
 from vitrail.models.model_names import infer_num_heads
 from vitrail.weights import timm
 from vitrail.weights.archive import Archive
 from vitrail.weights.family_defaults import default_preprocess, family_conventions
-from vitrail.weights.format import Format
+from vitrail.weights.format import KINDS, Format
 from vitrail.weights.google import UNCOVERED_BORDER
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import POSITION, POSITION_NAMES, TOKENS, AnyConfig, RenameTable, Rule, weight_and_bias
@@ -118,12 +118,13 @@ def _family(archive: Archive, config: ViTConfig) -> str:
 
 def unsupported_parts(info: ModelInfo) -> list[str]:
     config = info.config
-    if isinstance(config, BiTConfig):
-        return ["a BiT ResNet"]
+    if not isinstance(config, ViTConfig):
+        return [KINDS[type(config)]]
     codebase, grid = codebase_of(config), config.grid
     parts = {
         f"{config.position} positions": config.position not in ("none", "learned-1d"),
         "a network without positions": config.position == "none",
+        "keys without bias": config.qkv_bias and not config.key_bias,
         "positions added at the layers": config.position == "learned-1d" and config.resolved_position_at != "stem",
         f"a grid of {grid[0]}x{grid[1]} patches, which is not square": grid[0] != grid[1],
         "a network without a class token": not config.class_token,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitrail.config import BiTConfig, NetConfig, PreprocessConfig, ViTConfig, pair
+from vitrail.config import NetConfig, PreprocessConfig, ViTConfig, pair
 from vitrail.config.image import preprocess_for_size
 from vitrail.models.families import FAMILIES, TIMM
 
 
 def family_conventions(family: str, config: NetConfig) -> dict[str, Any]:
     """Config fields that a family's reference code fixes and no tensor shows: `activation`, `norm_eps`, `resample`."""
-    if isinstance(config, BiTConfig):
+    if not isinstance(config, ViTConfig):
         return {}
     options = FAMILIES[family].config_overrides
     fixed: dict[str, Any] = {name: options[name] for name in ("activation", "norm_eps", "resample") if name in options}

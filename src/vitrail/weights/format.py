@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vitrail.config import BiTConfig, NetConfig, SwinConfig, ViTConfig
 from vitrail.errors import ConversionError
 from vitrail.weights.archive import Archive
 from vitrail.weights.model_info import ModelInfo
@@ -26,6 +27,14 @@ def header_metadata(sidecars: Mapping[str, Any]) -> dict[str, str]:
 
 def no_parts(_: ModelInfo) -> list[str]:
     return []
+
+
+KINDS: dict[type[NetConfig], str] = {
+    ViTConfig: "a Vision Transformer",
+    BiTConfig: "a BiT ResNet",
+    SwinConfig: "a Swin Transformer",
+}
+"""Names of the kinds of networks in errors."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +63,25 @@ class Format:
     _: KW_ONLY
     ignored_outside: tuple[str, ...] = ()
     """Patterns of tensor names outside the prefix that may be ignored: heads of other tasks, text towers."""
+    config_types: tuple[type[NetConfig], ...] = (ViTConfig, BiTConfig)
+    """The kinds of networks that the format has names for."""
+    accepts: Callable[[AnyConfig], bool] = lambda _: True
+    """Whether the format is for networks with such a config, whatever else it lacks."""
+
+    def is_for(self, config: AnyConfig) -> bool:
+        """Whether this is the format for the kind of network; else its `unsupported_parts` do not apply."""
+        return type(config) in self.config_types and self.accepts(config)
+
+    def missing_parts(self, info: ModelInfo) -> list[str]:
+        """`unsupported_parts`, or the kind of network if the format has no names for it."""
+        kind = type(info.config)
+        return self.unsupported_parts(info) if kind in self.config_types else [KINDS[kind]]
 
     def check_writable(self, info: ModelInfo, approximate: bool = False) -> None:
         """Raise ConversionError if the format cannot represent the model; `approximate` permits inexact conventions."""
         if self.write is None:
             raise ConversionError(f"{self.name} files can be read but not written.")
-        if parts := self.unsupported_parts(info):
+        if parts := self.missing_parts(info):
             raise ConversionError(f"{self.name}'s format cannot represent {_join_and(parts)}.")
         if (inexact := self.inexact_conventions(info)) and not approximate:
             raise ConversionError(

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
+from vitrail.config import StemConfig, ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.weights.archive import Archive
 from vitrail.weights.family_defaults import default_preprocess
-from vitrail.weights.format import Format, Writer
+from vitrail.weights.format import KINDS, Format, Writer
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import (
     CLASS_TOKEN,
@@ -345,6 +345,7 @@ def parts_beyond_original(config: ViTConfig) -> list[str]:
     grid, learned = config.grid, config.position == "learned-1d"
     parts = {
         "registers": config.num_registers > 0,
+        "keys without bias": config.qkv_bias and not config.key_bias,
         "LayerScale": config.layer_scale is not None,
         "a distillation token": config.distilled,
         "qk-norm": config.qk_norm,
@@ -370,8 +371,8 @@ def parts_beyond_original(config: ViTConfig) -> list[str]:
 
 def unsupported_parts(naming: ViTNaming, info: ModelInfo) -> list[str]:
     config = info.config
-    if isinstance(config, BiTConfig):
-        return ["a BiT ResNet"]
+    if not isinstance(config, ViTConfig):
+        return [KINDS[type(config)]]
     learned = config.class_token and config.position == "learned-1d"
     parts = {
         "sincos-2d positions": naming.is_original and config.position == "sincos-2d",
@@ -422,6 +423,7 @@ def make_format(naming: ViTNaming, normalize_name: Callable[[str], str], write: 
         inexact_conventions=inexact_conventions,
         ignored_outside=EXTRA_TENSORS,
         normalize_name=normalize_name,
+        config_types=(ViTConfig,),
     )
 
 

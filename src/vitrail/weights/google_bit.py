@@ -149,6 +149,7 @@ def make_format(naming: BiTNaming) -> Format:
         inexact_conventions=partial(inexact_conventions, naming),
         ignored_outside=EXTRA_TENSORS,
         normalize_name=normalize_name,
+        config_types=(BiTConfig,),
     )
 
 

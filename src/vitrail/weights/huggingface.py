@@ -1,4 +1,4 @@
-"""Hugging Face repositories: ViT, DeiT, DINO, DINOv2, MAE, I-JEPA, CLIP, SigLIP and BiT as stored by `transformers`."""
+"""Hugging Face repositories of `transformers`: ViT, DeiT, DINO, DINOv2, MAE, I-JEPA, CLIP, SigLIP, BiT, Swin."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.config import BiTConfig, ViTConfig, pair
+from vitrail.config import BiTConfig, SwinConfig, ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.models.families import FAMILIES
 from vitrail.storage.atomic_write import new_folder, write_json
 from vitrail.weights import huggingface_preprocess as processor
+from vitrail.weights import swin_config
 from vitrail.weights.archive import Archive
 from vitrail.weights.family_defaults import default_preprocess
 from vitrail.weights.format import Format, header_metadata
@@ -31,6 +32,8 @@ from vitrail.weights.huggingface_names import normalize_name, table
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import AnyConfig
 from vitrail.weights.sidecars import stated_model
+from vitrail.weights.swin_config import infer_config, is_swin
+from vitrail.weights.swin_names import HUGGINGFACE_NAMES
 from vitrail.weights.writers import write_safetensors
 
 ANCHORS = {
@@ -57,7 +60,8 @@ UNSUPPORTED_TENSORS = {
 
 def detect(archive: Archive) -> str | None:
     names = {normalize_name(n) for n in archive.tensors}
-    return "" if any(a in names and b in names for a, b in ANCHORS.items()) else None
+    swin = "embeddings.norm.weight" in names and "encoder.layers.0.blocks.0.layernorm_before.weight" in names
+    return "" if swin or any(a in names and b in names for a, b in ANCHORS.items()) else None
 
 
 def infer_info(archive: Archive) -> ModelInfo:
@@ -66,7 +70,9 @@ def infer_info(archive: Archive) -> ModelInfo:
     hf_config = HuggingFaceConfig.from_archive(archive, BACKBONES[backbone])
     config: AnyConfig
     notes: list[str]
-    if backbone == "bit":
+    if backbone in ("swin", "swinv2"):
+        config, notes = _swin_config(archive, hf_config)
+    elif backbone == "bit":
         config, notes = _bit_config(archive, hf_config), []
     else:
         config, notes = _vit_config(archive, backbone, hf_config)
@@ -76,6 +82,8 @@ def infer_info(archive: Archive) -> ModelInfo:
     if processor_json is None:
         # transformers antialiases and rounds a crop's offset down, whatever the family's own code does
         preprocess = default_preprocess(family, config).replace(antialias=True, crop_rounding="floor")
+        if isinstance(config, SwinConfig):  # as in the released models' files
+            preprocess = preprocess.replace(resize="squash", resize_to=None)
         notes.append(
             f"there is no preprocessor_config.json; the default preprocessing of {FAMILIES[family].title} is used. "
             "Put the file beside the weights, or pass --family NAME (family=... in Python) if the model is of another "
@@ -91,7 +99,9 @@ def infer_info(archive: Archive) -> ModelInfo:
         notes += processor_notes
         if isinstance(config, BiTConfig):
             config = config.replace(image_size=preprocess.image_size)
-        elif _has_uncovered_border(pair(preprocess.image_size), pair(config.patch_size)):
+        elif isinstance(config, ViTConfig) and _has_uncovered_border(
+            pair(preprocess.image_size), pair(config.patch_size)
+        ):
             config = config.replace(uncovered="ignore")
     labels, label_note = hf_config.labels(0 if is_projection(config) else config.num_classes)
     return ModelInfo(
@@ -123,6 +133,8 @@ def _reject_unsupported(archive: Archive) -> None:
 def _detect_backbone(archive: Archive) -> str:
     """The key of BACKBONES, from the names alone."""
     names = archive.tensors
+    if is_swin(archive, HUGGINGFACE_NAMES):
+        return "swinv2" if any(n.endswith(".logit_scale") for n in names) else "swin"
     if "embedder.convolution.weight" in names:
         return "bit"
     if "embeddings.patch_embedding.weight" in names:
@@ -234,6 +246,31 @@ def _bit_config(archive: Archive, hf_config: HuggingFaceConfig) -> BiTConfig:
     )
 
 
+def _swin_config(archive: Archive, hf_config: HuggingFaceConfig) -> tuple[SwinConfig, list[str]]:
+    for name, ours in (("hidden_act", "gelu"), ("layer_norm_eps", 1e-5), ("use_absolute_embeddings", False)):
+        if (stated := hf_config.get(name, default=ours)) != ours:
+            raise FormatError(
+                f"config.json has {name}={stated!r}; for a Swin Transformer vitrail supports {ours!r} only."
+            )
+    fields = ("image_size", "window_size", "pretrained_window_sizes")
+    stated = {name: archive.hints[name] for name in fields if name in archive.hints}
+    if hf_config.model_type:
+        defaults = {"image_size": 224, "window_size": 7, "pretrained_window_sizes": ()}
+        stated |= {name: hf_config.get(name, default=default) for name, default in defaults.items()}
+    stated = {name: tuple(value) if isinstance(value, list) else value for name, value in stated.items()}
+    if not any(stated.get("pretrained_window_sizes", ())):
+        stated.pop("pretrained_window_sizes", None)
+    config, notes = infer_config(archive, HUGGINGFACE_NAMES, stated)
+    hf_config.check_sizes(
+        embed_dim=config.width, depths=config.depths, num_heads=config.num_heads, num_channels=config.channels
+    )
+    return config.replace(
+        dropout=float(hf_config.get("hidden_dropout_prob", default=0.0)),
+        attention_dropout=float(hf_config.get("attention_probs_dropout_prob", default=0.0)),
+        drop_path=float(hf_config.get("drop_path_rate", default=0.0)),
+    ), notes
+
+
 def _family(archive: Archive, hf_config: HuggingFaceConfig, config: AnyConfig) -> str:
     if hf_config.backbone is not BACKBONES["vit"]:
         return hf_config.backbone.family
@@ -266,6 +303,8 @@ def unsupported_parts(info: ModelInfo) -> list[str]:
     config = info.config
     if isinstance(config, BiTConfig):
         return []
+    if isinstance(config, SwinConfig):
+        return swin_config.unsupported_parts(HUGGINGFACE_NAMES, info)
     backbone = backbone_for(config)
     square = len(set(pair(config.image_size))) == 1
     parts = {
@@ -273,6 +312,7 @@ def unsupported_parts(info: ModelInfo) -> list[str]:
         "a network without positions": config.position == "none",
         "position embeddings added at every layer": config.resolved_position_at != "stem",
         "a class token without a position": config.class_token and not config.position_on_class,
+        "keys without bias": config.qkv_bias and not config.key_bias,
         "RMSNorm": config.norm == "rms",
         "qk-norm": config.qk_norm,
         "attention and MLP outputs without bias": not config.proj_bias,
@@ -332,6 +372,8 @@ def _unsupported_combinations(info: ModelInfo, config: ViTConfig, backbone: str)
 def inexact_conventions(info: ModelInfo) -> list[str]:
     """Values fixed in transformers' code for BiT that differ from the config's."""
     config = info.config
+    if isinstance(config, SwinConfig):
+        return swin_config.inexact_conventions(HUGGINGFACE_NAMES, info)
     if not isinstance(config, BiTConfig):
         return []
     parts = {
@@ -376,5 +418,13 @@ def complete_state_dict(tensors: Mapping[str, Tensor], info: ModelInfo) -> dict[
 
 
 HUGGINGFACE = Format(
-    "huggingface", detect, infer_info, table, write, unsupported_parts, inexact_conventions, normalize_name
+    "huggingface",
+    detect,
+    infer_info,
+    table,
+    write,
+    unsupported_parts,
+    inexact_conventions,
+    normalize_name,
+    config_types=(ViTConfig, BiTConfig, SwinConfig),
 )

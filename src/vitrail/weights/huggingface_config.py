@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vitrail.config import BiTConfig, Pair, ViTConfig, pair
+from vitrail.config import BiTConfig, Pair, SwinConfig, ViTConfig, pair
 from vitrail.errors import ConfigError, FormatError
 from vitrail.models.model_names import infer_num_heads
 from vitrail.weights.archive import Archive
@@ -80,6 +80,11 @@ BACKBONES = {
     ),
     "ijepa": Backbone("IJEPA", ("ijepa",), ("IJepaModel", "IJepaForImageClassification"), "ijepa.", norm_eps=1e-12),
     "bit": Backbone("BiT", ("bit",), ("BitModel", "BitForImageClassification"), "bit."),
+    "dinov3": Backbone("DINOv3", ("dinov3_vit",), ("DINOv3ViTModel", "DINOv3ViTModel"), norm_eps=1e-5),
+    "swin": Backbone("Swin", ("swin",), ("SwinModel", "SwinForImageClassification"), "swin.", norm_eps=1e-5),
+    "swinv2": Backbone(
+        "SwinV2", ("swinv2",), ("Swinv2Model", "Swinv2ForImageClassification"), "swinv2.", norm_eps=1e-5
+    ),
 }
 
 BIT_SETTINGS = {
@@ -106,6 +111,8 @@ def backbone_for(config: AnyConfig) -> str:
     """The key of BACKBONES whose code computes this network, if any does."""
     if isinstance(config, BiTConfig):
         return "bit"
+    if isinstance(config, SwinConfig):
+        return "swin" if config.version == 1 else "swinv2"
     if config.pool == "map" or not config.class_token:
         return "siglip"
     if config.pre_norm:
@@ -259,7 +266,8 @@ def _vision_part(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_pair(value: Any) -> Any:
-    return pair(value if isinstance(value, int) else tuple(value))
+    """Height and width for one number; a list as a tuple."""
+    return pair(value) if isinstance(value, int) else tuple(value)
 
 
 def _int_or_list(size: Pair) -> int | list[int]:
@@ -273,7 +281,10 @@ def config_json(info: ModelInfo, dtype: str) -> dict[str, Any]:
     name = backbone_for(config)
     backbone = BACKBONES[name]
     values: dict[str, Any] = {"architectures": [model_class(info)], "model_type": backbone.model_types[0]}
-    body = _bit(config) if isinstance(config, BiTConfig) else CONFIG_WRITERS[name](config)
+    if isinstance(config, SwinConfig):
+        body = _swin(config)
+    else:
+        body = _bit(config) if isinstance(config, BiTConfig) else CONFIG_WRITERS[name](config)
     if config.num_classes and not is_projection(config):
         labels = info.labels or [f"LABEL_{i}" for i in range(config.num_classes)]
         values |= {
@@ -363,6 +374,30 @@ def _bit(config: BiTConfig) -> dict[str, Any]:
         "width_factor": 1,  # transformers' own would widen the stages but not the final norm
         **BIT_SETTINGS,
     }
+
+
+def _swin(config: SwinConfig) -> dict[str, Any]:
+    values = {
+        "image_size": _int_or_list(config.image_size),
+        "patch_size": _int_or_list(config.patch_size),
+        "num_channels": config.channels,
+        "embed_dim": config.width,
+        "depths": list(config.depths),
+        "num_heads": list(config.num_heads),
+        "window_size": config.window_sizes[0][0],
+        "mlp_ratio": config.mlp_ratio,
+        "qkv_bias": config.qkv_bias,
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+        "drop_path_rate": config.drop_path,
+        "hidden_act": "gelu",
+        "layer_norm_eps": config.norm_eps,
+        "hidden_size": config.pooled_width,
+        "encoder_stride": config.strides[-1][0],
+    }
+    if config.version == 2:
+        values["pretrained_window_sizes"] = list(config.pretrained_window_sizes or (0,) * len(config.depths))
+    return values
 
 
 CONFIG_WRITERS: dict[str, Callable[[ViTConfig], dict[str, Any]]] = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitrail.config import BiTConfig
+from vitrail.config import BiTConfig, SwinConfig
 from vitrail.weights.huggingface_config import backbone_for, is_projection
 from vitrail.weights.renaming import (
     CLASS_TOKEN,
@@ -29,6 +29,7 @@ from vitrail.weights.renaming import (
     Transform,
     weight_and_bias,
 )
+from vitrail.weights.swin_names import HUGGINGFACE_NAMES
 
 # B images, D width, R registers
 
@@ -174,6 +175,8 @@ class HuggingFaceTable(RenameTable):
 
 
 def table(config: AnyConfig) -> RenameTable:
+    if isinstance(config, SwinConfig):
+        return HUGGINGFACE_NAMES.table(config)
     backbone = backbone_for(config)
     ignore: tuple[str, ...] = IGNORED[backbone]
     if isinstance(config, BiTConfig):
@@ -193,10 +196,11 @@ def table(config: AnyConfig) -> RenameTable:
     return HuggingFaceTable("huggingface", rules, ignore)
 
 
+SWIN_BLOCK = r"^(encoder\.layers\.\d+\.blocks\.\d+\.)"
 NAME_PATTERNS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"^(vit|deit|ijepa|dinov2|dinov2_with_registers|vision_model|bit)\.", ""),
+        (r"^(vit|deit|ijepa|dinov2|dinov2_with_registers|vision_model|bit|swin|swinv2)\.", ""),
         # names of transformers 5 in memory -> the Hub's
         (r"^layers\.(\d+)\.mlp\.fc1\.", r"encoder.layer.\1.intermediate.dense."),
         (r"^layers\.(\d+)\.mlp\.fc2\.", r"encoder.layer.\1.output.dense."),
@@ -206,6 +210,13 @@ NAME_PATTERNS = [
         (r"^(encoder\.layer\.\d+\.attention\.)v_proj\.", r"\1attention.value."),
         (r"^(encoder\.layer\.\d+\.attention\.)o_proj\.", r"\1output.dense."),
         (r"^(encoder\.layer\.\d+\.mlp\.)down_proj\.", r"\1weights_out."),
+        (rf"{SWIN_BLOCK}attention\.q_proj\.", r"\1attention.self.query."),
+        (rf"{SWIN_BLOCK}attention\.k_proj\.", r"\1attention.self.key."),
+        (rf"{SWIN_BLOCK}attention\.v_proj\.", r"\1attention.self.value."),
+        (rf"{SWIN_BLOCK}attention\.o_proj\.", r"\1attention.output.dense."),
+        (rf"{SWIN_BLOCK}attention\.relative_position_bias\.relative", r"\1attention.self.relative"),
+        (rf"{SWIN_BLOCK}mlp\.fc1\.", r"\1intermediate.dense."),
+        (rf"{SWIN_BLOCK}mlp\.fc2\.", r"\1output.dense."),
     )
 ]
 

@@ -7,7 +7,7 @@ import re
 from typing import Any, Literal
 
 from vitrail.config import Pair, PreprocessConfig, pair
-from vitrail.config.image import CLIP_MEAN, CLIP_STD, HALF, preprocess_for_channels
+from vitrail.config.image import CLIP_MEAN, CLIP_STD, HALF, IMAGENET_MEAN, IMAGENET_STD, preprocess_for_channels
 from vitrail.weights.archive import Archive
 
 RESAMPLE: dict[int, Literal["nearest", "lanczos", "bilinear", "bicubic", "area"]]
@@ -16,18 +16,20 @@ RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}
 
 _HALF = {"image_mean": HALF, "image_std": HALF}
 _CLIP = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "resample": 3, "size": {"shortest_edge": 224}}
+_IMAGENET = {"image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD}
 _CROP = {"do_center_crop": True, "crop_size": 224}
 PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
     "ViT": {**_HALF, "size": {"height": 224, "width": 224}, "resample": 2},
     "DeiT": {**_HALF, **_CROP, "size": {"height": 256, "width": 256}, "resample": 3},
     "CLIP": {**_CLIP, **_CROP},
     "Bit": {**_CLIP, **_CROP},
+    "DINOv3ViT": {**_IMAGENET, "size": {"height": 224, "width": 224}, "resample": 2},
     "Siglip": {**_HALF, "size": {"height": 224, "width": 224}, "resample": 3},
 }
 """Defaults of each image processor class for values that the file omits."""
 SHORT_SIDE = ("CLIP", "Bit", "Siglip")
 """Processors that take a single number as the length of the short side; for the others it is both sides."""
-DEFAULT_PROCESSORS = {"vit": "ViT", "deit": "DeiT", "clip": "CLIP", "siglip": "Siglip"}
+DEFAULT_PROCESSORS = {"vit": "ViT", "deit": "DeiT", "clip": "CLIP", "siglip": "Siglip", "swin": "ViT", "swinv2": "ViT"}
 """Backbone -> its default image processor; the others use Bit's."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from vitrail.config import BiTConfig, Pair, pair
 from vitrail.config.image import preprocess_for_channels, preprocess_for_size
 from vitrail.errors import FormatError, VitrailError
-from vitrail.models import Net, ViT
+from vitrail.models import Net, Swin, ViT
 from vitrail.weights import checkpoint
 from vitrail.weights.locate import ModelLocation, locate
 from vitrail.weights.model_info import ModelInfo
@@ -54,12 +54,15 @@ def adapt_model(
 ) -> tuple[Net, ModelInfo]:
     """Adapt a model to another image size, number of channels or number of classes."""
     if image_size is not None and pair(image_size) != pair(net.config.image_size):
+        before = net.table_windows if isinstance(net, Swin) else ()
         net = net.resized(image_size)
         info = info.replace(config=net.config)
         if isinstance(net, ViT) and net.config.position.startswith("learned"):
             info = info.with_notes(
                 f"position embeddings were resampled to {_format_size(image_size)} ({net.config.resample} method)"
             )
+        if isinstance(net, Swin) and net.table_windows != before:
+            info = info.with_notes(f"tables of position biases were resampled for {_format_size(image_size)}")
     if image_size is not None and pair(image_size) != pair(info.preprocess.image_size):
         info = info.replace(preprocess=preprocess_for_size(info.preprocess, pair(image_size), info.preprocess.channels))
     if channels is not None and channels != net.config.channels:
@@ -88,7 +91,7 @@ def _channels_note(net: Net, channels: int) -> str:
     else:
         how = f"cut from {had} to {channels} and scaled by {had}/{channels}"
     note = f"for {channels} channel{plural} the first filters were {how}"
-    standardized = isinstance(net.config, BiTConfig) or net.config.stem is not None
+    standardized = isinstance(net.config, BiTConfig) or getattr(net.config, "stem", None) is not None
     return (
         f"{note}; its first convolution is weight-standardized, so the model must be fine-tuned before use"
         if standardized

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from vitrail.config import pair
+from vitrail.config import SwinConfig, pair
 from vitrail.config.image import preprocess_for_size
 from vitrail.errors import CheckpointError, FormatError
 from vitrail.models import Net, ViT
@@ -55,11 +55,15 @@ def read_module(module: nn.Module, *, overrides: Mapping[str, Any], **options: A
     archive = _archive_of(module)
     if not any(form.detect(archive) is not None for form in checkpoint.all_formats()):
         raise FormatError(
-            f"{archive.source} is not a supported network; expected a Vision Transformer or BiT of timm, "
-            "transformers, torchvision or open_clip."
+            f"{archive.source} is not a supported network; expected a Vision Transformer, Swin Transformer or BiT of "
+            "timm, transformers, torchvision or open_clip."
         )
     # A transformers config states all conventions.
     conventions = {} if _is_transformers(module) else _infer_conventions(module)
+    if _reads_as_swin(archive):
+        if conventions.pop("activation", "gelu") != "gelu":
+            raise FormatError(f"{archive.source} has another activation than GELU, the only one in vitrail's Swin.")
+        conventions.pop("num_heads", None)  # each stage has its own
     try:
         net, info = checkpoint.read(archive, overrides=conventions | dict(overrides), **options)
     except FormatError as error:
@@ -74,6 +78,11 @@ def read_module(module: nn.Module, *, overrides: Mapping[str, Any], **options: A
     if not overrides:
         info = info.with_notes(*_check_same_outputs(module, net, archive.source))
     return net, info
+
+
+def _reads_as_swin(archive: Archive) -> bool:
+    form = next(form for form in checkpoint.all_formats() if form.detect(archive) is not None)
+    return form.config_types == (SwinConfig,)
 
 
 def _unwrap(module: nn.Module) -> nn.Module:
@@ -127,7 +136,18 @@ def _timm_config(module: Any, architecture: str) -> dict[str, Any]:
             "pre_norm": not isinstance(module.norm_pre, nn.Identity),
             "global_pool": module.global_pool,
         }
+    if type(module).__name__ in ("SwinTransformer", "SwinTransformerV2"):
+        config |= _swin_arguments(module)
     return config | {name: cfg[name] for name in ("label_names", "label_descriptions") if cfg.get(name)}
+
+
+def _swin_arguments(module: Any) -> dict[str, Any]:
+    """Image size and windows of timm's Swin Transformers, as they are after set_input_size."""
+    blocks = [stage.blocks[0] for stage in module.layers]
+    args: dict[str, Any] = {"img_size": module.patch_embed.img_size}
+    if hasattr(blocks[0].attn, "pretrained_window_size"):
+        args["pretrained_window_sizes"] = [block.attn.pretrained_window_size[0] for block in blocks]
+    return {"model_args": args, "windows_in_use": [block.window_size for block in blocks]}
 
 
 def _find_processor_config(name: str) -> dict[str, Any]:

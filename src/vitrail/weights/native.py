@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from vitrail.config import BiTConfig, SwinConfig, ViTConfig
 from vitrail.errors import FormatError
 from vitrail.models import build
 from vitrail.storage.atomic_write import new_folder, write_json
@@ -27,8 +28,9 @@ HEADER = "vitrail"
 def detect(archive: Archive) -> str | None:
     names = archive.tensors
     vit = "patch.weight" in names and "blocks.0.attention.qkv.weight" in names
+    swin = "patch_norm.weight" in names and "stages.0.blocks.0.attention.qkv.weight" in names
     bit = "root.weight" in names and "stages.0.0.conv1.weight" in names
-    return "" if vit or bit or HEADER in archive.metadata else None
+    return "" if vit or bit or swin or HEADER in archive.metadata else None
 
 
 def infer_info(archive: Archive) -> ModelInfo:
@@ -56,4 +58,4 @@ def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite:
         write_json(folder / "config.json", info.to_dict())
 
 
-NATIVE = Format("vitrail", detect, infer_info, table, write)
+NATIVE = Format("vitrail", detect, infer_info, table, write, config_types=(ViTConfig, BiTConfig, SwinConfig))

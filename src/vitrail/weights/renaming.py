@@ -2,7 +2,8 @@
 
 A rule pairs names of the other format ("theirs") with vitrail's names ("ours") and a transform of the tensors. Names
 are patterns: `{i}` is the block index, `{s}` and `{u}` are a ResNet's stage and unit, `{s1}` and `{u1}` the same
-counted from 1. Tensors that a table does not cover, on either side, are listed in an error.
+counted from 1; a Swin Transformer's blocks are `{i}` of stage `{s}`. Tensors that a table does not cover, on either
+side, are listed in an error.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from vitrail.config import BiTConfig, NetConfig, ViTConfig
+from vitrail.config import BiTConfig, NetConfig, SwinConfig, ViTConfig
 from vitrail.errors import ConversionError, FormatError
 from vitrail.weights.file_type import summarize_names
 
@@ -191,7 +192,9 @@ def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def _indices(rule: Rule, config: AnyConfig) -> Iterator[dict[str, int]]:
     pattern = _as_tuple(rule.ours)[0]
-    if "{u}" in pattern:
+    if isinstance(config, SwinConfig):
+        yield from _swin_indices(pattern, config)
+    elif "{u}" in pattern:
         layers = config.layers if isinstance(config, BiTConfig) else config.stem.layers if config.stem else ()
         for s, units in enumerate(layers):
             for u in range(units):
@@ -201,3 +204,15 @@ def _indices(rule: Rule, config: AnyConfig) -> Iterator[dict[str, int]]:
             yield {"i": i}
     else:
         yield {}
+
+
+def _swin_indices(pattern: str, config: SwinConfig) -> Iterator[dict[str, int]]:
+    if "{s}" not in pattern:
+        yield {}
+        return
+    for s, blocks in enumerate(config.depths):
+        numbers = {"s": s, "before": s - 1, "odd": 2 * s + 1, "even": 2 * s}
+        if "{i}" in pattern:
+            yield from (numbers | {"i": i} for i in range(blocks))
+        elif s:  # the merge before the stage
+            yield numbers

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from vitrail.config import BiTConfig, ViTConfig, pair
+from vitrail.config import BiTConfig, SwinConfig, ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.weights.archive import LazyTensors
 from vitrail.weights.model_info import ModelInfo
@@ -53,16 +53,21 @@ def check_image_size(info: ModelInfo) -> None:
         height, width = pair(image)
         if height * width > MAX_PIXELS:
             raise FormatError(f"got {stated}={height}x{width}, expected at most {MAX_PIXELS:,} pixels.")
-    if isinstance(info.config, ViTConfig):
-        tokens = math.prod(info.config.grid) + info.config.num_registers
+    if isinstance(info.config, ViTConfig | SwinConfig):
+        registers = info.config.num_registers if isinstance(info.config, ViTConfig) else 0
+        tokens = math.prod(info.config.grid) + registers
         if tokens > MAX_TOKENS:
             raise FormatError(f"got {tokens:,} patches and registers, expected at most {MAX_TOKENS:,}.")
+    if isinstance(info.config, SwinConfig) and max(map(math.prod, info.config.window_sizes)) > MAX_TOKENS:
+        raise FormatError(f"got windows of {info.config.window_sizes}, expected at most {MAX_TOKENS:,} tokens in each.")
 
 
 def _num_blocks(config: AnyConfig) -> tuple[int, str]:
     """The number of blocks, and the config field that states it."""
     if isinstance(config, BiTConfig):
         return sum(config.layers), f"layers={config.layers}"
+    if isinstance(config, SwinConfig):
+        return config.depth, f"depths={config.depths}"
     if config.stem is not None and sum(config.stem.layers) > config.depth:
         return sum(config.stem.layers), f"stem.layers={config.stem.layers}"
     return config.depth, f"depth={config.depth}"
@@ -78,6 +83,9 @@ def _min_weights(config: AnyConfig) -> Iterator[tuple[str, int]]:
         )
         yield f"num_classes={config.num_classes}", config.num_classes * channels
         yield f"channels={config.channels}", config.channels
+        return
+    if isinstance(config, SwinConfig):
+        yield from _min_swin_weights(config)
         return
     width, image, patch = (
         config.width,
@@ -100,6 +108,20 @@ def _min_weights(config: AnyConfig) -> Iterator[tuple[str, int]]:
     if config.pool == "coca":
         yield f"pool_width={config.pool_width}", config.pooled_width * width
     yield f"num_classes={config.num_classes}", config.num_classes * config.head_width
+
+
+def _min_swin_weights(config: SwinConfig) -> Iterator[tuple[str, int]]:
+    widths = [config.stage_width(stage) for stage in range(len(config.depths))]
+    blocks = sum(
+        n * w * (4 * w + 2 * config.mlp_dim(s)) for s, (n, w) in enumerate(zip(config.depths, widths, strict=True))
+    )
+    yield f"depths={config.depths}, width={config.width} and mlp_ratio={config.mlp_ratio:g}", blocks
+    patch = config.channels * math.prod(pair(config.patch_size)) * config.width
+    yield f"patch_size={config.patch_size} and channels={config.channels}", patch
+    if config.version == 1:
+        tables = [math.prod(config.table_window(stage)) for stage in range(len(config.depths))]
+        yield f"window_size={config.window_size}", sum(tables)
+    yield f"num_classes={config.num_classes}", config.num_classes * config.pooled_width
 
 
 def _resnet_weights(width: float, layers: Sequence[int], first: int = 0) -> int:

@@ -29,6 +29,7 @@ from vitrail.weights.renaming import (
     RenameTable,
     Rule,
     Transform,
+    as_vit,
     weight_and_bias,
 )
 from vitrail.weights.timm_family import infer_family, script_args
@@ -132,6 +133,7 @@ BIT = [
 def table(config: AnyConfig) -> RenameTable:
     if isinstance(config, BiTConfig):
         return RenameTable("timm", BIT)
+    config = as_vit(config)
     norm = "fc_norm" if config.pool_norm == "after" and not config.distilled else "norm"
     positions = REGISTER_RULES if config.num_registers and config.position == "learned-1d" else POSITION_RULES
     stem = ROOT_ALONE if config.stem and not config.stem.layers else STEM
@@ -305,6 +307,8 @@ def _positions(archive: Archive, stated: timm_config.TimmConfig, options: dict[s
                 "read as timm: pos_embed is missing. Models with rotary or relative positions are not supported; "
                 "pass position='none' if this model has no positions at all."
             )
+        if size and not options["stem"] and any(s % p for s, p in zip(size, per_patch, strict=True)):
+            return {"image_size": size, "uncovered": "ignore"}
         return {"image_size": size or tuple(math.ceil(224 / p) * p for p in per_patch)}
     rows = archive.shape("pos_embed")[1]
     special = options["class_token"] + options["distilled"]

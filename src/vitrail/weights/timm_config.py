@@ -19,16 +19,18 @@ from vitrail.models.published_models import PUBLISHED_MODELS
 from vitrail.weights.archive import Archive
 from vitrail.weights.class_names import imagenet_1k
 from vitrail.weights.model_info import ModelInfo
+from vitrail.weights.renaming import as_vit
 from vitrail.weights.sidecars import open_clip_pretrained_cfg, open_clip_tower, stated_model
 from vitrail.weights.timm_family import SUPPORTED_ARCHS, arch_from_script
+from vitrail.weights.timm_pretrained_cfg import pretrained_cfg
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu-tanh", "quick_gelu": "gelu-quick", "gelu_erf": "gelu"}
 TANH_ARCHS = re.compile(r"large_patch16_siglip.*_512$|so400m_patch16_siglip|giantopt|patch32_siglip")
 """Architectures whose code uses the tanh form of GELU, which no tensor shows."""
 KNOWN_ARGS = re.compile(
     "img_size|patch_size|in_chans|num_classes|embed_dim|depth|num_heads|mlp_ratio|global_pool|q(kv_bias|k_norm)"
-    "|proj_bias|init_values|class_token|pos_embed|no_embed_class|reg_tokens|(pre|final|fc)_norm|(act|norm)_layer"
-    "|weight_init|fix_init|dynamic_img_(size|pad)|strict_img_size|((pos|patch|proj|attn)_)?drop_rate|drop_path_rate"
+    "|proj_bias|init_values|class_token|pos_embed|no_embed_class|(num_)?reg_tokens|(pre|final|fc)_norm|(act|norm)_layer"
+    "|depths|window_size|pretrained_window_sizes|head_dim|always_partition|weight_init|fix_init|dynamic_img_(size|pad)|strict_img_size|((pos|patch|proj|attn)_)?drop_rate|drop_path_rate"
 )
 """Arguments of timm's VisionTransformer that are supported or have no effect in evaluation."""
 NORMS = (None, "", "layernorm", "layernormfp32", "rmsnorm", "rmsnormfp32")
@@ -270,8 +272,10 @@ def unsupported_parts(config: NetConfig) -> list[str]:
     if isinstance(config, BiTConfig):
         fits = (config.layers, config.width_factor) in BIT_ARCH
         return [] if fits else [f"a BiT of layers {config.layers} and width {config.width_factor:g}"]
+    config = as_vit(config)
     parts = {
         f"{config.position} positions": config.position not in ("none", "learned-1d"),
+        "keys without bias": config.qkv_bias and not config.key_bias,
         "position embeddings added at every layer": config.position != "none" and config.resolved_position_at != "stem",
         "a tanh layer before the head": bool(config.pre_logits),
         "pool='token+gap'": config.pool == "token+gap",
@@ -301,6 +305,7 @@ def inexact_conventions(config: NetConfig) -> list[str]:
     if isinstance(config, BiTConfig):
         other = config.standardize_eps != 1e-8
         return [f"a weight standardization epsilon of {config.standardize_eps:g} (timm has 1e-8)"] if other else []
+    config = as_vit(config)
     differences = []
     if config.norm_eps not in (1e-5, 1e-6) or (config.norm == "rms" and config.norm_eps != 1e-6):
         differences.append(f"a norm epsilon of {config.norm_eps:g} (timm has 1e-6, or 1e-5 in its CLIP models)")
@@ -328,6 +333,7 @@ def architecture(config: NetConfig) -> str:
     """The timm architecture whose code fits; its sizes are overridden by `model_args`."""
     if isinstance(config, BiTConfig):
         return BIT_ARCH[config.layers, config.width_factor]
+    config = as_vit(config)
     if config.stem:
         return STEM_ARCH[config.stem.layers]
     if config.distilled:
@@ -365,6 +371,7 @@ def model_args(config: NetConfig) -> dict[str, Any]:
     """Every argument whose default may differ in the architecture."""
     if isinstance(config, BiTConfig):
         return {} if config.channels == 3 else {"in_chans": config.channels}
+    config = as_vit(config)
     activation = (
         next(k for k, v in ACTIVATIONS.items() if v == config.activation) if config.activation != "swiglu" else None
     )
@@ -400,48 +407,26 @@ def model_args(config: NetConfig) -> dict[str, Any]:
     return args
 
 
-def _crop_pct(crop: int, resize_to: int | None) -> float:
-    """The shortest decimal for which timm (floor(crop / crop_pct)) gives this resize."""
-    if resize_to is None or resize_to == crop:
-        return 1.0
-    rounded = (round(crop / (resize_to + 0.5), digits) for digits in range(1, 12))
-    return next((r for r in rounded if r and math.floor(crop / r) == resize_to), crop / (resize_to + 0.5))
-
-
 def config_json(info: ModelInfo) -> dict[str, Any]:
     """The contents of config.json as timm writes it."""
-    config, preprocess = info.config, info.preprocess
-    size = pair(preprocess.image_size)
-    crop = _crop_pct(min(size), preprocess.resize_to)
+    config = info.config
+    if isinstance(config, ViTConfig):
+        num_features = config.width
+        first = "patch_embed.backbone.stem.conv" if config.stem else "patch_embed.proj"
+        cfg = pretrained_cfg(info, first, ["head", "head_dist"] if config.distilled else "head")
+    else:
+        assert isinstance(config, BiTConfig)
+        num_features = int(64 * config.width_factor * 32)
+        cfg = pretrained_cfg(info, "stem.conv", "head.fc", fixed_input_size=False)
     values: dict[str, Any] = {
         "architecture": architecture(config),
         "num_classes": config.num_classes,
-        "num_features": config.width if isinstance(config, ViTConfig) else int(64 * config.width_factor * 32),
-        "pretrained_cfg": {
-            "tag": "vitrail",
-            "input_size": [config.channels, *size],
-            "fixed_input_size": isinstance(config, ViTConfig),
-            "interpolation": "box" if preprocess.interpolation == "area" else preprocess.interpolation,
-            "crop_pct": crop,
-            "crop_mode": "center" if preprocess.resize == "short" else "squash",
-            "mean": list(preprocess.mean),
-            "std": list(preprocess.std),
-            "num_classes": config.num_classes,
-            "license": "",
-        },
+        "num_features": num_features,
+        "pretrained_cfg": cfg,
         "model_args": model_args(config),
     }
     if isinstance(config, ViTConfig):
         values["global_pool"] = model_args(config).get("global_pool", "token")
-        first = "patch_embed.backbone.stem.conv" if config.stem else "patch_embed.proj"
-        values["pretrained_cfg"] |= {
-            "first_conv": first,
-            "classifier": ["head", "head_dist"] if config.distilled else "head",
-        }
-    else:
-        values["pretrained_cfg"] |= {"first_conv": "stem.conv", "classifier": "head.fc"}
-    if config.channels != 3:
-        values["pretrained_cfg"].pop("first_conv")  # timm would convert its filters as if they had three channels
     if info.labels is not None:
         values["label_names"] = list(info.labels)
     return values

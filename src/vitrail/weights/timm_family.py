@@ -19,10 +19,14 @@ _SIZES = (
 SUPPORTED_ARCHS = re.compile(
     rf"vit_({_SIZES})_patch\d+(_(plus|clip|quickgelu|siglip|dinov2|tipsv2|gap|map|reg\d|36x1|\d+|miil))*"
     r"|vit_(tiny|small|base|large)_r(26|50)?_s\d+(_p8)?_\d+|eva_large_patch14_\d+|flexivit_(small|base|large)"
+    r"|vit_(tiny|small(_plus)?|base|large|huge_plus|7b|giant)_patch16_(dinov3|lingbot)(_qkvb)?"
+    r"|swin_(tiny|small|base|large)_patch4_window\d+_\d+|swin_s3_(tiny|small|base)_224"
+    r"|swinv2_(tiny|small|base|large)_window\d+(to\d+)?_\d+(to\d+)?"
     r"|test_vit[24]?|deit3?_(tiny|small|medium|base|large|huge)(_distilled)?_patch\d+_\d+|resnetv2_\d+x\d_bit"
 )
-"""timm architectures that vitrail supports: the plain VisionTransformer, DeiT, hybrids and BiT."""
+"""timm architectures that vitrail supports: the plain VisionTransformer, DeiT, hybrids, BiT and Swin."""
 FAMILY_WORDS = (
+    ("dinov3", "DINOv3"),
     ("dinov2", "DINOv2"),
     ("dino", "DINO"),
     ("deit3", "DeiT3"),

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from vitrail.config import BiTConfig, Pair, PreprocessConfig, ViTConfig, pair
+from vitrail.config import Pair, PreprocessConfig, ViTConfig, pair
 from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD, preprocess_for_channels, preprocess_for_size
 from vitrail.errors import FormatError
 from vitrail.models.model_names import infer_num_heads
 from vitrail.weights.archive import Archive
-from vitrail.weights.format import Format
+from vitrail.weights.format import KINDS, Format
 from vitrail.weights.google import GELU_NAMES, UNCOVERED_BORDER, parts_beyond_original
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import (
@@ -154,8 +154,8 @@ def _preprocess(config: ViTConfig) -> tuple[PreprocessConfig, str]:
 
 def unsupported_parts(info: ModelInfo) -> list[str]:
     config = info.config
-    if isinstance(config, BiTConfig):
-        return ["a BiT ResNet"]
+    if not isinstance(config, ViTConfig):
+        return [KINDS[type(config)]]
     patch = pair(config.patch_size)
     parts = {
         "a ResNet stem": config.stem is not None,

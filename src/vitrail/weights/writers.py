@@ -73,11 +73,12 @@ def _little_endian(tensor: Tensor) -> np.ndarray[Any, Any]:
     return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 
-def write_torch(path: Path, tensors: Mapping[str, Tensor], *, overwrite: bool = False) -> None:
-    """A plain dictionary of tensors, readable with `torch.load(weights_only=True)`."""
+def write_torch(path: Path, tensors: Mapping[str, Tensor], *, section: str = "", overwrite: bool = False) -> None:
+    """A plain dictionary of tensors, readable with `torch.load(weights_only=True)`; `section`: its key in another."""
     # Given a path, torch.save hides why a write failed; given an open file, it does not.
     with new_file(path, overwrite) as temporary, temporary.open("wb") as file:
-        torch.save(_unshared_on_cpu(tensors), file)
+        plain = _unshared_on_cpu(tensors)
+        torch.save({section: plain} if section else plain, file)
 
 
 def write_npz(path: Path, arrays: Mapping[str, Tensor | np.ndarray[Any, Any]], *, overwrite: bool = False) -> list[str]:

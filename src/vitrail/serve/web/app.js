@@ -298,7 +298,7 @@ function drawModelSummary() {
   const { name, num_parameters, grid, depth, num_heads, image_size } = model, parts = [];
   if (num_parameters) parts.push(`${(num_parameters / 1e6).toFixed(1)} M parameters`);
   if (grid) parts.push(`${grid.rows} × ${grid.columns} patches`);
-  if (depth) parts.push(`${depth} layers × ${num_heads} heads`);
+  if (depth) parts.push(num_heads ? `${depth} layers × ${num_heads} heads` : `${depth} layers`);
   parts.push(`${image_size.width} × ${image_size.height} px`);
   const nameElement = Object.assign(document.createElement("b"), { textContent: name, title: name, dir: "auto" });
   $("model-summary").replaceChildren(nameElement, ...parts.map((text) => Object.assign(document.createElement("span"), { textContent: text })));

@@ -63,7 +63,7 @@ export function colorScaleLabels(mapName, values) {
 export function queryCaption({ mapName }, state, model, { values, row, query, hovered }) {
   if (!state.image || !state.grid) return "";
   if (!model.methods.length) return "This is an exported model: it gives predictions but no explanations.";
-  if (mapName === "plain") return model.has_attention ? `${model.image_size.width} × ${model.image_size.height} pixels.` : "This model is convolutional and has no attention; use occlusion.";
+  if (mapName === "plain") return model.methods.includes("rollout") ? `${model.image_size.width} × ${model.image_size.height} pixels.` : "This model is convolutional and has no attention; use occlusion.";
   const stoppedNote = state.stoppedMethod === mapName ? `Stopped${state.partial ? ` at ${state.partial.done} of ${state.partial.total} squares` : ""}; choose ${MAP_TITLES[mapName]} to start again. ` : "";
   if (!values) return stoppedNote;
   if (mapName !== "attention") return stoppedNote + mapValueText(mapName, values, hovered ?? argmax(values), hovered === null, state.grid);
