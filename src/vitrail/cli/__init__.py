@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from vitrail.cli import (
+    bench,
     convert,
     datasets,
     embed,
@@ -84,6 +85,7 @@ app.command("embed")(embed.embed)
 app.command("convert")(convert.convert)
 app.command("export")(export.export)
 app.command("serve")(serve.serve)
+app.add_typer(bench.app, name="bench")
 app.command("models")(models.models)
 app.command("datasets")(datasets.datasets)
 
