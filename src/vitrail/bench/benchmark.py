@@ -76,8 +76,9 @@ def measure_groups(
     command: str,
     progress: Callable[[str], None],
     show: Callable[[Group, Sequence[Row]], None],
+    summary: bool = True,
 ) -> Benchmark:
-    """Measure these groups; see `benchmark`."""
+    """Measure these groups; see `benchmark`. `summary`: write JSON, tables and a chart of all rows."""
     start = time.monotonic()
     deadline = float("inf") if time_limit_s is None else start + time_limit_s - RESERVE_S
     environment = describe_environment(device)
@@ -112,7 +113,7 @@ def measure_groups(
             baselines[group.title] = _describe_baseline(group, found)
             show(group, found)
         result = Benchmark(environment, rows, baselines, unfinished, settings)
-        if out is not None:
+        if out is not None and summary:
             _write_summary(out, result, command)
     return result
 

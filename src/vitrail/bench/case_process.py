@@ -7,6 +7,7 @@ on standard output; whatever the libraries print goes to standard error.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -36,17 +37,29 @@ def main() -> None:
     from vitrail.bench.cases import Case
 
     case = Case.from_json(sys.stdin.readline())
+    base_bytes = _import_libraries(case)
     load, reply = _set_up(case)
     print(json.dumps(reply), file=replies, flush=True)
     if load is None:
         return
-    timer = TurnTimer(case, load)
+    timer = TurnTimer(case, load, base_bytes)
     for line in sys.stdin:
         try:
             reply = timer.turn(float(line))
         except Exception as error:
             reply = _failure(error)
         print(json.dumps(reply), file=replies, flush=True)
+
+
+def _import_libraries(case: Case) -> int:
+    """Import what the case needs; returns the memory that this takes, which is not the network's."""
+    from vitrail.bench.libraries import LIBRARIES, import_library
+
+    importlib.import_module("vitrail.bench.workload")
+    if case.library in LIBRARIES:
+        with suppress(Exception):  # `_set_up` reports it
+            import_library(case.library)
+    return _resident("VmRSS") if case.device == "cpu" else 0
 
 
 def _set_up(case: Case) -> tuple[Workload | None, Reply]:
@@ -79,10 +92,10 @@ def _failure(error: Exception) -> Reply:
 
 
 class TurnTimer:
-    """Measures a workload in turns."""
+    """Measures a workload in turns. `base_bytes` of memory do not count: those of a process that has imported torch."""
 
-    def __init__(self, case: Case, load: Workload) -> None:
-        self.case, self.load, self.is_first, self.peak_bytes = case, load, True, 0
+    def __init__(self, case: Case, load: Workload, base_bytes: int = 0) -> None:
+        self.case, self.load, self.is_first, self.peak_bytes, self.base_bytes = case, load, True, 0, base_bytes
         self.step_s = 0.0
 
     def turn(self, seconds: float) -> Reply:
@@ -146,15 +159,20 @@ class TurnTimer:
                 Path("/proc/self/clear_refs").write_text("5")
 
     def _peak(self) -> int:
-        """Peak bytes that torch has allocated on the GPU; on a CPU, peak resident memory of the process."""
+        """Peak bytes that torch has allocated on the GPU; on a CPU, peak resident memory beyond that of the imports."""
         if self.case.device != "cpu":
             import torch
 
             return torch.cuda.max_memory_allocated()
-        with suppress(OSError, StopIteration):
-            lines = Path("/proc/self/status").read_text().splitlines()
-            return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return max(_resident("VmHWM") - self.base_bytes, 0)
+
+
+def _resident(name: str) -> int:
+    """Resident memory of this process in bytes: VmRSS, now; VmHWM, the peak, also where there is no /proc."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith(name)))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _cpu_seconds() -> float:

@@ -118,7 +118,7 @@ class MissingLibrary(Exception):
 def import_library(name: str) -> tuple[Library, str]:
     """A library and its version; MissingLibrary if it cannot be imported."""
     library = LIBRARIES[name]
-    _declare_torchvision_operators()
+    declare_torchvision_operators()
     try:
         module = importlib.import_module(library.module)
     except ImportError as error:
@@ -135,7 +135,7 @@ _DECLARED: list[torch.library.Library] = []
 """Declarations last as long as these objects."""
 
 
-def _declare_torchvision_operators() -> None:
+def declare_torchvision_operators() -> None:
     """Declare the operators without which torchvision (and so timm) does not import beside a CPU-only torch."""
     if _DECLARED or torch.version.cuda is not None:
         return

@@ -40,7 +40,7 @@ class Row:
     share: float | None = None
     """Of the rate of a large matrix product in the same precision, measured in the same rounds."""
     memory_gb: float | None = None
-    """Peak memory: allocated by torch on a GPU, else resident in the process."""
+    """Peak memory: allocated by torch on a GPU; on a CPU resident, beyond that of a process that has imported torch."""
     compile_s: float | None = None
     error: float | None = None
     """Relative error of the outputs, and in training of the gradients, compared with the plain float32 network."""
@@ -114,7 +114,7 @@ def make_rows(group: Group, setups: Sequence[Reply], turns: Sequence[Sequence[Re
 
 def _row(group: Group, case: Case, setup: Reply, turns: Sequence[Reply]) -> Row:
     row = Row(
-        model=group.model,
+        model=case.model,
         mode=group.mode,
         batch_size=case.batch_size,
         library=case.library,

@@ -118,9 +118,9 @@ def bench(
         raise ConfigError("got --model and --models; pass one of them.")
     if data is not None and model is None:
         raise ConfigError("--data needs --model FILE: the accuracy of random weights says nothing.")
-    _check_choice("--precision", precision, PRECISIONS)
+    check_choice("--precision", precision, PRECISIONS)
     limit = None if time_limit is None else parse_time(time_limit, "--time-limit")
-    sizes = _parse_batch_sizes(batch_size)
+    sizes = None if batch_size is None else parse_sizes(batch_size, "--batch-size")
     with err.status("starting"):
         from vitrail.bench.benchmark import benchmark
         from vitrail.bench.cases import Request
@@ -160,17 +160,17 @@ def _refuse_options(ctx: typer.Context) -> None:
             raise ConfigError(f"{option} is an option of `vitrail bench`; pass options after {ctx.invoked_subcommand}.")
 
 
-def _check_choice(option: str, value: str, choices: Sequence[str]) -> None:
+def check_choice(option: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ConfigError for another value of an option."""
     if value not in choices:
         raise ConfigError(f"unknown {option} {value!r}{did_you_mean(value, choices)}")
 
 
-def _parse_batch_sizes(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    sizes = parse_ints(text, "--batch-size")
+def parse_sizes(text: str, option: str) -> tuple[int, ...]:
+    """`"1,16"` -> (1, 16), positive numbers."""
+    sizes = parse_ints(text, option)
     if not sizes or min(sizes) < 1:
-        raise ConfigError(f"--batch-size expects positive numbers such as 64 or 1,16, got {text!r}.")
+        raise ConfigError(f"{option} expects positive numbers such as 64 or 1,16, got {text!r}.")
     return sizes
 
 
