@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.bench.cases import PRODUCT, Group, Request, plan
+from vitrail.bench.libraries import check_model
 from vitrail.bench.measurement import Benchmark, Row
 from vitrail.bench.result_tables import markdown
 from vitrail.bench.speed_chart import speed_chart
@@ -50,8 +51,11 @@ def benchmark(
     are not measured again. Groups that do not fit in the time limit are left for the next call.
     """
     device = benchmark_device(request.device)
+    groups = plan(request, device, computes_bfloat16(device))
+    for model in dict.fromkeys(group.model for group in groups):
+        check_model(model)
     return measure_groups(
-        plan(request, device, computes_bfloat16(device)),
+        groups,
         device,
         out,
         rounds=rounds,

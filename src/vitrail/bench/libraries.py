@@ -19,6 +19,7 @@ from vitrail.models import Net, build
 from vitrail.models.model_names import config_from_name
 from vitrail.weights import checkpoint
 from vitrail.weights.family_defaults import default_preprocess
+from vitrail.weights.locate import locate
 from vitrail.weights.model_info import ModelInfo
 
 HEAD_STD = 0.02
@@ -157,6 +158,14 @@ def is_model_name(model: str) -> bool:
     except NotFoundError:
         return False
     return True
+
+
+def check_model(model: str) -> None:
+    """Raise an error for a name that is neither an architecture nor a checkpoint."""
+    if is_model_name(model):
+        network_config(model, {})
+    else:
+        locate(model)
 
 
 def network_config(model: str, changes: Mapping[str, Any]) -> NetConfig:

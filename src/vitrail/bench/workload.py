@@ -29,10 +29,6 @@ from vitrail.engines.export_metadata import ExportMetadata
 from vitrail.errors import DataError
 from vitrail.explain.attention import AttentionIterator, full_precision
 from vitrail.explain.rollout import rollout
-from vitrail.exporting.autotune import fastest_engine
-from vitrail.exporting.engine_cache import cached_engine
-from vitrail.exporting.export_model import calibration_images, comparison_images
-from vitrail.exporting.exporter import preprocess_images
 from vitrail.inference import Pixels, run_network
 from vitrail.models import Net
 from vitrail.models.flops import count_flops
@@ -293,6 +289,12 @@ def _pixel_function(case: Case, net: nn.Module, ours: Net, info: ModelInfo) -> C
 
 def _export_engine(case: Case, ours: Net, info: ModelInfo) -> Engine:
     """An engine for an exported file, or the one that --engine auto selects."""
+    # These import torch.export, which takes seconds.
+    from vitrail.exporting.autotune import fastest_engine
+    from vitrail.exporting.engine_cache import cached_engine
+    from vitrail.exporting.export_model import calibration_images
+    from vitrail.exporting.exporter import preprocess_images
+
     images = calibration_images(case.calibrate, case.root)
     if case.engine == "auto":
         return fastest_engine(ours, info, torch.device("cpu"), calibrate=images)
@@ -302,6 +304,8 @@ def _export_engine(case: Case, ours: Net, info: ModelInfo) -> Engine:
 
 def _top1(case: Case, info: ModelInfo, run: Callable[[Pixels], Any]) -> float:
     """Top-1 accuracy on the labeled images, in batches of the case's size."""
+    from vitrail.exporting.export_model import comparison_images
+
     images, targets = comparison_images(case.data, info, case.root)
     if targets is None:
         raise DataError(f"{case.data} has no labels that are classes of {case.model}.")
