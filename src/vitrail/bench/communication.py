@@ -89,7 +89,8 @@ def _run(recipe: str, overrides: Sequence[str], world: int, parallel: str) -> li
                 process.wait()
         if not (folder / "counts.json").exists():
             lines = (folder / "0.log").read_text(errors="replace").strip().splitlines() or ["no message"]
-            raise TrainError(f"the run with {world} processes failed: {lines[-1]}")
+            reason = lines[-1].rpartition("Error: ")[2]  # the type of the error comes first
+            raise TrainError(f"the run with {world} processes failed: {reason}")
         counts = json.loads((folder / "counts.json").read_text())
     return _sum_up(counts, world, parallel)
 

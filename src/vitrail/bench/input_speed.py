@@ -195,6 +195,8 @@ def in_process(run: Callable[[], Any]) -> Any:
     with open(reader, "rb") as pipe:
         result = pipe.read()
     os.waitpid(child, 0)
+    if not result:
+        raise DataError("the process of a loader failed; see its traceback above.")
     return json.loads(result)
 
 
@@ -230,10 +232,16 @@ def compare(kind: str, epochs: Mapping[str, Callable[[], Epoch]], rounds: int, p
             usable[who] = make
         except ImportError as error:
             missing[who] = f"not installed ({error.name} is missing): pip install 'vitrail[bench]'"
-    found = []
+    found: list[dict[str, tuple[float, float]]] = []
     for number in range(rounds):
         progress(f"{kind} images: round {number + 1} of {rounds}")
-        found.append({who: in_process(partial(timed, make)) for who, make in usable.items()})
+        found.append({})
+        for who, make in list(usable.items()):
+            try:
+                found[-1][who] = in_process(partial(timed, make))
+            except DataError:
+                missing[who] = "failed: see its traceback"
+                del usable[who]
     rows = [LoaderRow(images=kind, loader=who, **_rates(who, found)) for who in usable]
     rows.sort(key=lambda row: -(row.images_per_s or 0))
     return rows + [LoaderRow(images=kind, loader=who, status=why) for who, why in missing.items()]
@@ -241,8 +249,9 @@ def compare(kind: str, epochs: Mapping[str, Callable[[], Epoch]], rounds: int, p
 
 def _rates(who: str, found: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, Any]:
     """The columns of a loader, from images per second of wall and of CPU time in each round."""
-    peers = [name for name in found[0] if not name.startswith("vitrail")]
-    best = {name: [max(turn[name][i] for turn in found) for i in (0, 1)] for name in found[0]}
+    names = found[-1]  # those that failed in an earlier round are not in the last one
+    peers = [name for name in names if not name.startswith("vitrail")]
+    best = {name: [max(turn[name][i] for turn in found) for i in (0, 1)] for name in names}
     ratios: list[float | None] = [None, None, None]
     if peers:
         ratios = [
