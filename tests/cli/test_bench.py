@@ -19,7 +19,8 @@ def test_a_run_prints_a_table_and_its_files(vitrail, tmp_path: Path):
     assert title == "ViT-Ti/16@32 training, batch 2"
     assert headings.split()[:4] == ["library", "version", "setting", "precision"]
     assert row.startswith("vitrail")
-    assert result.out.splitlines()[-2:] == [str(tmp_path / "bench.md"), str(tmp_path / "bench.png")]
+    files = [str(tmp_path / name) for name in ("bench.json", "bench.md", "bench.png")]
+    assert result.out.splitlines()[-3:] == files
 
 
 def test_json_has_nothing_else_on_standard_output(vitrail):
@@ -56,6 +57,7 @@ def test_communication_as_json(vitrail):
         ("--device tpu", "unknown device 'tpu'"),
         ("--time-limit soon", "--time-limit expects a duration such as 25min or 1.5h, got 'soon'."),
         ("--data digits", "--data needs --model FILE"),
+        ("--model vitrail/cifar10 --data digits", "digits has no labels that are classes of vitrail/cifar10"),
         ("--model a --models B/16", "got --model and --models; pass one of them."),
         ("--rounds 3 loop", "--rounds is an option of `vitrail bench`; pass options after loop."),
         ("engines --batch-size 0", "--batch-size expects positive numbers"),

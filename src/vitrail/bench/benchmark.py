@@ -12,12 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from vitrail.bench.cases import PRODUCT, Group, Request, plan
+from vitrail.bench.cases import OWN, PRODUCT, Case, Group, Request, plan
 from vitrail.bench.libraries import check_model
 from vitrail.bench.measurement import Benchmark, Row
 from vitrail.bench.result_tables import markdown
 from vitrail.bench.speed_chart import speed_chart
 from vitrail.bench.turns import OUT_OF_TIME, ROUNDS, TimeLimit, measure_group
+from vitrail.bench.workload import labeled_images, own_network
 from vitrail.errors import ConfigError
 from vitrail.explain.canvas import save
 from vitrail.runtime import pick_device, resolve_precision
@@ -28,7 +29,7 @@ from vitrail.storage.atomic_write import write_json, write_text
 
 RESERVE_S = 10.0
 """Of the time limit, for the tables and the chart."""
-GPU_JOBS = 3
+GPU_JOBS = 4
 """Cases that are set up at a time on a machine with enough cores; compilation takes one core."""
 BFLOAT16_INSTRUCTIONS = {"AVX-512 BF16", "AMX BF16", "BF16"}
 
@@ -54,6 +55,9 @@ def benchmark(
     groups = plan(request, device, computes_bfloat16(device))
     for model in dict.fromkeys(group.model for group in groups):
         check_model(model)
+        if request.data is not None:  # before the first measurement
+            case = Case(library=OWN, model=model, data=request.data, root=request.root)
+            labeled_images(case, own_network(case)[1])
     return measure_groups(
         groups,
         device,

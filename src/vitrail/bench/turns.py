@@ -9,13 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from vitrail.bench.cases import Case, Group
+from vitrail.bench.cases import PRODUCT, Case, Group
 from vitrail.bench.measurement import Row, make_rows
 
 ROUNDS = 5
@@ -24,6 +24,7 @@ TURN_S = {"cpu": 0.5, "cuda": 1.0}
 PAUSE_S = 0.2
 """Before each turn on a CPU: threads of the previous process go on spinning for a while."""
 EXIT_TIMEOUT_S = 10.0
+POLL_S = 0.05
 
 Reply = dict[str, Any]
 Progress = Callable[[str], None]
@@ -67,10 +68,17 @@ class CaseProcess:
 
     def reply(self, deadline: float) -> Reply:
         """The next reply; TimeLimit if there is none until the deadline."""
+        found = self.poll(max(min(deadline - time.monotonic(), threading.TIMEOUT_MAX), 0.01))
+        if found is None:
+            raise TimeLimit
+        return found
+
+    def poll(self, timeout_s: float) -> Reply | None:
+        """The next reply; None if there is none within the timeout."""
         try:
-            return self.replies.get(timeout=max(min(deadline - time.monotonic(), threading.TIMEOUT_MAX), 0.01))
+            return self.replies.get(timeout=timeout_s)
         except Empty:
-            raise TimeLimit from None
+            return None
 
     def close(self) -> None:
         """End the process, and those that it has started to compile."""
@@ -110,23 +118,28 @@ def measure_group(
     processes: dict[int, CaseProcess] = {}
     setups: list[Reply] = [{} for _ in group.cases]
 
-    def set_up(indices: Sequence[int]) -> None:
-        for i in indices:
-            processes[i] = CaseProcess(group.cases[i], logs[i], environment)
-        for i in indices:
-            setups[i] = processes[i].reply(deadline)
-            if "reason" in setups[i]:
-                processes.pop(i).close()
+    def set_up(waiting: list[int], jobs: int) -> None:
+        """Start the processes of these cases, `jobs` at a time, and wait for their replies."""
+        running: list[int] = []
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                running.append(waiting.pop(0))
+                processes[running[-1]] = CaseProcess(group.cases[running[-1]], logs[running[-1]], environment)
+                progress(f"{group.title}: preparing {', '.join(_name(group.cases[i]) for i in running)}")
+            if time.monotonic() > deadline:
+                raise TimeLimit
+            for i in list(running):
+                reply = processes[i].poll(POLL_S)
+                if reply is not None:
+                    running.remove(i)
+                    setups[i] = reply
+                    if "reason" in reply:
+                        processes.pop(i).close()
 
     try:
-        for start in range(0, len(group.cases), jobs):
-            indices = range(start, min(start + jobs, len(group.cases)))
-            progress(f"{group.title}: preparing {', '.join(_name(group.cases[i]) for i in indices)}")
-            set_up(indices)
+        set_up([*range(len(group.cases))], jobs)
         if jobs > 1:  # there may have been too little memory for several at a time
-            for i, setup in enumerate(setups):
-                if setup.get("kind") == "memory":
-                    set_up([i])
+            set_up([i for i, setup in enumerate(setups) if setup.get("kind") == "memory"], 1)
         turns = _take_turns(group, processes, setups, rounds, turn_s, deadline, progress)
         return make_rows(group, setups, turns)
     finally:
@@ -149,6 +162,8 @@ def _take_turns(
     turns: list[list[Reply]] = [[] for _ in group.cases]
     for number in range(rounds):
         order = [i for i in processes if "reason" not in setups[i]]
+        if all(group.cases[i].library == PRODUCT for i in order):
+            break
         replies: dict[int, Reply] = {}
         progress(f"{group.title}: round {number + 1} of {rounds}")
         try:
@@ -169,4 +184,5 @@ def _take_turns(
 
 
 def _name(case: Case) -> str:
-    return f"{case.library} ({case.setting})" if case.work != "product" else case.library
+    setting = f"{case.setting}, {case.shown_precision}" if case.work != "product" else case.precision
+    return f"{case.library} ({setting})"

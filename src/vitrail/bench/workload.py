@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -84,14 +85,15 @@ def make_workload(case: Case) -> Workload:
 
 def _networks(case: Case) -> tuple[Net, ModelInfo, nn.Module, str]:
     """Our plain network, its info, and the network of the case with its library's version."""
-    ours, info = _own_network(case)
+    ours, info = own_network(case)
     if case.library == OWN or case.engine != "torch":
         return ours, info, ours, version(case.library)
     library, installed = import_library(case.library)
     return ours, info, peer_network(library, ours, info), installed
 
 
-def _own_network(case: Case) -> tuple[Net, ModelInfo]:
+def own_network(case: Case) -> tuple[Net, ModelInfo]:
+    """Our network in float32, with random weights or those of a checkpoint."""
     if is_model_name(case.model):
         return random_network(network_config(case.model, case.changes))
     net, info = load_checkpoint(case.model)
@@ -302,13 +304,19 @@ def _export_engine(case: Case, ours: Net, info: ModelInfo) -> Engine:
     return cached_engine(ours, info, case.engine, case.precision, calibration=static)  # type: ignore[arg-type]
 
 
-def _top1(case: Case, info: ModelInfo, run: Callable[[Pixels], Any]) -> float:
-    """Top-1 accuracy on the labeled images, in batches of the case's size."""
+def labeled_images(case: Case, info: ModelInfo) -> tuple[list[Any], npt.NDArray[np.int64]]:
+    """Images and their class indices; DataError if the data are not labeled with the model's classes."""
     from vitrail.exporting.export_model import comparison_images
 
     images, targets = comparison_images(case.data, info, case.root)
     if targets is None:
         raise DataError(f"{case.data} has no labels that are classes of {case.model}.")
+    return images, targets
+
+
+def _top1(case: Case, info: ModelInfo, run: Callable[[Pixels], Any]) -> float:
+    """Top-1 accuracy on the labeled images, in batches of the case's size."""
+    images, targets = labeled_images(case, info)
     preprocess, correct = Preprocess(info.preprocess), 0
     for start in range(0, len(images), case.batch_size):
         part = images[start : start + case.batch_size]

@@ -41,7 +41,7 @@ TimeLimit = Annotated[
 Jobs = Annotated[
     int | None,
     typer.Option(
-        min=1, metavar="N", help="Cases that are prepared (compiled) at a time.", show_default="1; up to 3 on a GPU"
+        min=1, metavar="N", help="Cases that are prepared (compiled) at a time.", show_default="1; up to 4 on a GPU"
     ),
 ]
 BatchSizes = Annotated[
@@ -215,7 +215,8 @@ def finish(result: Benchmark, out: Path | None, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     elif out is not None:
-        print_plain(Text(f"{out / 'bench.md'}\n{out / 'bench.png'}"))
+        files = [out / name for name in ("bench.json", "bench.md", "bench.png")]
+        print_plain(Text("\n".join(str(file) for file in files if file.exists())))
     if result.unfinished:
         again = "run the same command again to continue" if out is not None else "raise --time-limit"
         err.print(Text(f"{result.unfinished} tables did not fit in the time limit; {again}."), soft_wrap=True)
