@@ -29,7 +29,8 @@ from functools import lru_cache
 from typing import Any
 
 from PIL import Image
-from serve import service
+
+from vitrail.bench.serve_load import service
 
 MAX_RATIO = 5.0
 """Allowed ratio of the p99 latency during an attack to that without."""

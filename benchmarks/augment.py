@@ -22,11 +22,11 @@ from types import ModuleType
 
 import numpy as np
 import torch
-from input import declare
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from vitrail import rng
+from vitrail.bench.libraries import declare_torchvision_operators
 from vitrail.config import AugmentConfig, PreprocessConfig
 from vitrail.data.augment import Augment, color
 from vitrail.data.augment.affine import affine, rotation
@@ -57,7 +57,7 @@ def peer(name: str) -> ModuleType | None:
     if spec is None or spec.origin is None:
         return None
     if name.startswith("torchvision") and not hasattr(torch.ops.torchvision, "nms"):
-        globals().setdefault("DECLARED", declare())  # lives as long as this module
+        declare_torchvision_operators()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(name)

@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from input import in_process, small_images, write
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from vitrail.bench.input_speed import in_process, small_images, write
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
 from vitrail.data import loader as loader_module
 from vitrail.data.batch import Batch

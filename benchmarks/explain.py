@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--model", default="ViT-Ti/16")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--image-size", type=Path)
+    parser.add_argument("--image", type=Path)
     options = parser.parse_args()
     vit = vitrail.load(options.model, device="auto")
     image = sample_images()[0] if options.image is None else options.image

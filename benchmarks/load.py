@@ -61,7 +61,6 @@ def measure(loader: str, path: str) -> None:
     torch.set_num_threads(2)
     if loader != "timm":
         import vitrail
-        import vitrail.api
 
         load = lambda: vitrail.load(path).net  # noqa: E731
     else:

@@ -39,7 +39,8 @@ from typing import Any
 
 from attacks import ATTACKER, ATTACKS, compare, deep_png, form, many_chunks, many_segments, plain_ppm
 from PIL import Image
-from serve import service
+
+from vitrail.bench.serve_load import service
 
 SCORE_TOLERANCE = 1e-4
 """Allowed difference of a score from that of `Model.predict`; batches round differently."""

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from vitrail.cli.reproduce import parse_time
+from vitrail.cli.options import parse_time
 from vitrail.errors import ConfigError
 from vitrail.reproduction.experiments import EXPERIMENTS
 
@@ -83,10 +83,10 @@ def test_invalid_arguments_are_refused_in_one_sentence(vitrail, tmp_path, argume
     ("text", "seconds"), [("90s", 90), ("25min", 1500), ("1.5h", 5400), ("1h30min", 5400), ("2 h", 7200), ("1d", 86400)]
 )
 def test_parse_time(text, seconds):
-    assert parse_time(text) == seconds
+    assert parse_time(text, "--budget") == seconds
 
 
 @pytest.mark.parametrize("text", ["", "5", "min", "5 minutes", "-5min", "5m", "5min extra", "h5"])
 def test_parse_time_refuses_other_text(text):
     with pytest.raises(ConfigError, match="--budget expects"):
-        parse_time(text)
+        parse_time(text, "--budget")

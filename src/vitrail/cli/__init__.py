@@ -17,6 +17,8 @@ import typer
 from typer.core import TyperGroup
 
 from vitrail.cli import (
+    bench,
+    bench_parts,
     convert,
     datasets,
     embed,
@@ -84,6 +86,13 @@ app.command("embed")(embed.embed)
 app.command("convert")(convert.convert)
 app.command("export")(export.export)
 app.command("serve")(serve.serve)
+bench.app.command("engines")(bench_parts.engines)
+bench.app.command("input")(bench_parts.input_pipeline)
+bench.app.command("loop")(bench_parts.training_loop)
+bench.app.command("serve")(bench_parts.service)
+bench.app.command("growth")(bench_parts.growth)
+bench.app.command("communication")(bench_parts.communication)
+app.add_typer(bench.app, name="bench")
 app.command("models")(models.models)
 app.command("datasets")(datasets.datasets)
 

@@ -31,6 +31,7 @@ ImageSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Image size in pixels: 384, or 288x192 (height x width).")
 ]
 
+SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 HEIGHT_BY_WIDTH = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 
@@ -79,3 +80,11 @@ def parse_ints(text: str, option: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"{option} expects whole numbers such as 5 or 1,5,10, got {text!r}.") from None
+
+
+def parse_time(text: str, option: str) -> float:
+    """`"25min"` -> 1500 seconds; also s, h and d, and sums such as `"1h30min"`."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)(?![a-z])", text)
+    if not parts or re.sub(r"[\d.\s]|min|s|h|d", "", text) or "".join(n + u for n, u in parts) != text.replace(" ", ""):
+        raise ConfigError(f"{option} expects a duration such as 25min or 1.5h, got {text!r}.")
+    return sum(float(number) * SECONDS[unit] for number, unit in parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import err, print_plain
-from vitrail.cli.options import Data, Device, Json, Root
+from vitrail.cli.options import Data, Device, Json, Root, parse_time
 from vitrail.cli.train import command_line
 from vitrail.errors import ConfigError, did_you_mean
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from vitrail.reproduction.reproduce import Reproduction, Status
 
 OUTCOME_STYLES = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
-SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
 def reproduce(
@@ -95,7 +93,7 @@ def reproduce(
         "data": None if data is None else DataConfig(source=data),
         "part": part,
         "join": join or [],
-        "budget_s": None if budget is None else parse_time(budget),
+        "budget_s": None if budget is None else parse_time(budget, "--budget"),
         "jobs": jobs,
         "device": device,
     }
@@ -116,14 +114,6 @@ def _parse_scale(text: str | None) -> str | None:
     if text is not None and text not in SCALES:
         raise ConfigError(f"unknown scale {text!r}{did_you_mean(text, SCALES)}")
     return text
-
-
-def parse_time(text: str) -> float:
-    """`"25min"` -> 1500 seconds; also s, h and d, and sums such as `"1h30min"`."""
-    parts = re.findall(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)(?![a-z])", text)
-    if not parts or re.sub(r"[\d.\s]|min|s|h|d", "", text) or "".join(n + u for n, u in parts) != text.replace(" ", ""):
-        raise ConfigError(f"--budget expects a duration such as 25min or 1.5h, got {text!r}.")
-    return sum(float(number) * SECONDS[unit] for number, unit in parts)
 
 
 @contextmanager

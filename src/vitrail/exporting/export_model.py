@@ -28,6 +28,7 @@ from vitrail.open_model import load
 from vitrail.runtime import warn_once
 from vitrail.runtime.amx import check_bfloat16
 from vitrail.weights.loading import adapt_model
+from vitrail.weights.model_info import ModelInfo
 
 MAX_CALIBRATION_IMAGES = 128
 """Maximum number of calibration images for int8."""
@@ -83,7 +84,7 @@ def export(
         output_type=_output_type(vit, raw),
         batch_size=batch_size,
     )
-    images, targets = _comparison_images(check, vit, root)
+    images, targets = comparison_images(check, vit.info.replace(config=vit.net.config), root)
     if precision == "int8" and calibrate and _is_same_data(calibrate, check):
         warn_once(
             ["calibrated and compared on the same images; the agreement on other images may be lower"],
@@ -139,21 +140,21 @@ def _output_type(model: Model, raw: bool) -> OutputType:
     return "logits" if raw else "probabilities"
 
 
-def _comparison_images(
-    check: str | Sequence[ImageLike] | None, model: Model, root: str | None
+def comparison_images(
+    check: str | Sequence[ImageLike] | None, info: ModelInfo, root: str | None
 ) -> tuple[list[Any], npt.NDArray[np.int64] | None]:
     """Images for the comparison, and their class indices if the data are labeled with the model's classes."""
     if check is None:
-        return sample_images(model.config.channels), None
+        return sample_images(info.config.channels), None
     if not isinstance(check, str):
         return list(check), None
     source, indices = _sample_source(check, MAX_COMPARISON_IMAGES, root)
     images = [source[int(i)].image for i in indices]
-    if model.info.task != "classify" or not model.config.num_classes or source.multi_label:
+    if info.task != "classify" or not info.config.num_classes or source.multi_label:
         return images, None
     try:
-        labels = labels_for_matching(model.info, source)
-        match = match_classes(source, labels, model.config.num_classes, synsets=read_synsets_file(check, source.labels))
+        labels = labels_for_matching(info, source)
+        match = match_classes(source, labels, info.config.num_classes, synsets=read_synsets_file(check, source.labels))
     except DataError as error:
         warn_once([f"top-1 accuracy is not compared: {error}"], about=check)
         return images, None

@@ -1,20 +1,15 @@
 """Throughput of `vitrail serve` under load, compared with a plain loop without HTTP.
 
-    python benchmarks/serve.py MODEL [--data SHARDS] [--clients 32] [--seconds 8] [--rounds 3] [--engine torch] [-- ...]
-
 There are two plain loops, and the faster one of each round counts. "together" decodes a batch of JPEGs on all cores,
 then runs the engine on all cores. "apart" has an independent loop on each core that decodes a batch and runs it. The
 service runs in its own process; the clients send requests over loopback in a closed loop, one JPEG per request. Loops
-and service alternate in rounds, with the same images. Printed are the throughput in images per second, the latencies,
-and the ratio by CPU time, which is more reliable on a machine with other load. The CPU time of the clients is excluded
-and printed separately. Options after -- are passed to `vitrail serve`.
+and service alternate in rounds, with the same images. The ratio by CPU time is more reliable on a machine with other
+load. The CPU time of the clients is excluded.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import resource
 import socket
@@ -26,12 +21,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the server; must be set before torch is imported
+from vitrail.errors import DataError, VitrailError
+
 TICKS = os.sysconf("SC_CLK_TCK")
 BATCH = 32
 
@@ -44,6 +41,8 @@ def images(shards: str | None, count: int = 256) -> list[bytes]:
             for member in tar:
                 if member.name.lower().endswith((".jpg", ".jpeg")) and len(found) < count:
                     found.append(tar.extractfile(member).read())  # type: ignore[union-attr]
+    if not found and shards:
+        raise DataError(f"got {shards}, expected a folder of .tar files with .jpg images.")
     if not found:
         from vitrail.serve.static_files import WEB_DIR
 
@@ -65,7 +64,7 @@ def service(model: str, engine: str, options: Sequence[str]) -> Iterator[tuple[i
             if asyncio.run(_status(port)) == 200:
                 break
             if process.poll() is not None:
-                raise SystemExit(f"the server exited with status {process.returncode}")
+                raise VitrailError(f"the server exited with status {process.returncode}; see its message above.")
             time.sleep(0.1)
         yield port, process.pid, ended
     finally:
@@ -85,7 +84,7 @@ async def _status(port: int) -> int:
 
 
 async def load(port: int, files: Sequence[bytes], clients: int, seconds: float) -> tuple[list[float], float]:
-    """Latencies in seconds, and the total duration. Exits on any status but 200."""
+    """Latencies in seconds, and the total duration. Any status but 200 is an error."""
     heads = [
         b"POST /v1/predict?top=1 HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\n"
         b"Content-Length: %d\r\n\r\n" % len(data) + data
@@ -105,7 +104,9 @@ async def load(port: int, files: Sequence[bytes], clients: int, seconds: float) 
             length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
             body = await reader.readexactly(length)
             if not head.startswith(b"HTTP/1.1 200"):
-                raise SystemExit(body.decode())
+                raise VitrailError(
+                    f"a request was answered {head.split(maxsplit=2)[1].decode()}: {body.decode()[:300]}"
+                )
             times.append(time.perf_counter() - before)
         writer.close()
 
@@ -164,53 +165,69 @@ class PlainLoop:
         return done
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("model")
-    parser.add_argument("--data")
-    parser.add_argument("--engine", default="torch")
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    given, options = parser.parse_known_args()
-    files = images(given.data)
-    rows = []
-    with service(given.model, given.engine, [word for word in options if word != "--"]) as (port, pid, _):
-        plain = PlainLoop(given.model, given.engine, files)
-        asyncio.run(load(port, files, given.clients, 1))
-        for _ in range(given.rounds):
-            loops = {style: plain.run(style, given.seconds) for style in ("together", "apart")}
-            plain_speed, plain_cpu = max(loops.values())
-            before, mine = cpu_seconds(pid), own_cpu_seconds()
-            times, took = asyncio.run(load(port, files, given.clients, given.seconds))
-            used, clients = cpu_seconds(pid) - before, own_cpu_seconds() - mine
-            times.sort()
-            rows.append(
-                {
-                    **{style: speed for style, (speed, _) in loops.items()},
-                    "service": len(times) / took,
-                    "ratio": len(times) / took / plain_speed,
-                    "cpu_ratio": len(times) / used / plain_cpu,
-                    "client_ms": 1000 * clients / len(times),
-                    "mean_ms": 1000 * statistics.fmean(times),
-                    "p50_ms": 1000 * times[len(times) // 2],
-                    "p99_ms": 1000 * times[int(len(times) * 0.99)],
-                }
-            )
-            if not given.json:
-                print("  ".join(f"{name} {value:.2f}" for name, value in rows[-1].items()), flush=True)
-    middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    if given.json:
-        print(json.dumps({"rounds": rows, "median": middle}, indent=2))
-        return
-    loop, slow = max(middle["together"], middle["apart"]), middle["p99_ms"] / middle["mean_ms"]
-    print(
-        f"median of {len(rows)}: {middle['service']:.1f} images/s, {100 * middle['ratio']:.0f} % of the plain "
-        f"loop's {loop:.1f} ({100 * middle['cpu_ratio']:.0f} % by CPU time); "
-        f"mean {middle['mean_ms']:.0f} ms, p99 {middle['p99_ms']:.0f} ms = {slow:.1f} x"
+@dataclass(frozen=True, kw_only=True)
+class ServeRound:
+    """Images per second of the plain loops and of the service in one round, and the latencies of the service."""
+
+    together: float
+    apart: float
+    service: float
+    ratio: float
+    """The service's rate divided by that of the faster loop."""
+    cpu_ratio: float
+    """The same for images per second of CPU time."""
+    client_ms: float
+    """CPU time of the clients for an image."""
+    mean_ms: float
+    p50_ms: float
+    p99_ms: float
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def measure_service(
+    model: str,
+    *,
+    engine: str = "torch",
+    shards: str | None = None,
+    clients: int = 32,
+    seconds: float = 8,
+    rounds: int = 3,
+    options: Sequence[str] = (),
+    show: Callable[[ServeRound], None] = lambda row: None,
+) -> list[ServeRound]:
+    """Measure the plain loops and the service in turns. `options` are further ones of `vitrail serve`."""
+    files, rows = images(shards), []
+    with service(model, engine, options) as (port, pid, _):
+        plain = PlainLoop(model, engine, files)
+        asyncio.run(load(port, files, clients, min(seconds, 1)))
+        for _ in range(rounds):
+            rows.append(_round(plain, port, pid, files, clients, seconds))
+            show(rows[-1])
+    return rows
+
+
+def _round(plain: PlainLoop, port: int, pid: int, files: Sequence[bytes], clients: int, seconds: float) -> ServeRound:
+    loops = {style: plain.run(style, seconds) for style in ("together", "apart")}
+    plain_speed, plain_cpu = max(loops.values())
+    before, mine = cpu_seconds(pid), own_cpu_seconds()
+    times, took = asyncio.run(load(port, files, clients, seconds))
+    used, own = cpu_seconds(pid) - before, own_cpu_seconds() - mine
+    times.sort()
+    return ServeRound(
+        together=loops["together"][0],
+        apart=loops["apart"][0],
+        service=len(times) / took,
+        ratio=len(times) / took / plain_speed,
+        cpu_ratio=len(times) / used / plain_cpu,
+        client_ms=1000 * own / len(times),
+        mean_ms=1000 * statistics.fmean(times),
+        p50_ms=1000 * times[len(times) // 2],
+        p99_ms=1000 * times[int(len(times) * 0.99)],
     )
 
 
-if __name__ == "__main__":
-    main()
+def median_round(rows: Sequence[ServeRound]) -> ServeRound:
+    """The median of each column."""
+    return ServeRound(**{name: statistics.median(row.to_dict()[name] for row in rows) for name in rows[0].to_dict()})

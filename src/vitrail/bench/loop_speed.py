@@ -1,23 +1,23 @@
 """Speed of the whole training loop (data, augmentation, logging, checkpoints) relative to the bare training step.
 
-    python benchmarks/loop.py [RECIPE] [KEY=VALUE ...] [--steps 200] [--rounds 3]
-
 The bare step is forward, backward, gradient clipping, optimizer and EMA on one batch that is already on the
-device. The loop is `vitrail.train` with its own settings in a temporary folder. Rounds are interleaved, and medians
-are compared.
+device. The loop is `vitrail.train` with its own settings in a temporary folder. Rounds are interleaved.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
 from vitrail.config import TrainConfig, override, steps
+from vitrail.errors import ConfigError, did_you_mean
 from vitrail.recipes import RECIPES
 from vitrail.runs.metrics_log import read_metrics
 from vitrail.runs.run_folder import RunFolder
@@ -70,22 +70,44 @@ def whole(config: TrainConfig, count: int) -> float:
         return median(line["images_per_s"] for line in lines[2:])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="?", default="digits", choices=list(RECIPES))
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=3)
-    chosen = parser.parse_args()
+@dataclass(frozen=True, kw_only=True)
+class LoopSpeed:
+    """Images per second of each round."""
+
+    recipe: str
+    bare: tuple[float, ...]
+    loop: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Of the medians."""
+        return median(self.loop) / median(self.bare)
+
+    def to_dict(self) -> dict[str, Any]:
+        medians = {"bare_images_per_s": median(self.bare), "loop_images_per_s": median(self.loop)}
+        return {**asdict(self), **medians, "ratio": self.ratio}
+
+
+def measure_loop(
+    recipe: str = "digits",
+    overrides: Sequence[str] = (),
+    *,
+    steps_per_round: int = 200,
+    rounds: int = 3,
+    progress: Callable[[str], None] = lambda what: None,
+) -> LoopSpeed:
+    """Measure the bare step and the loop of a recipe in turns."""
+    if recipe not in RECIPES:
+        raise ConfigError(f"unknown recipe {recipe!r}{did_you_mean(recipe, RECIPES)}")
+    config = override(RECIPES[recipe](), [*overrides, "schedule.warmup=0 steps"])
+    rows = []
+    level = log.level
     log.setLevel("ERROR")
-    config = override(RECIPES[chosen.recipe](), [*chosen.settings, "schedule.warmup=0 steps"])
-    rows = [(bare(config, chosen.steps), whole(config, chosen.steps)) for _ in range(chosen.rounds)]
-    print(f"{'bare step':>12} {'loop':>12} {'ratio':>8}")
-    for bare_speed, loop_speed in rows:
-        print(f"{bare_speed:>10,.0f}/s {loop_speed:>10,.0f}/s {loop_speed / bare_speed:>8.1%}")
-    bare_speed, loop_speed = (median(column) for column in zip(*rows, strict=True))
-    print(f"medians: {bare_speed:,.0f} and {loop_speed:,.0f} images/s: {loop_speed / bare_speed:.1%}")
-
-
-if __name__ == "__main__":
-    main()
+    try:
+        for number in range(rounds):
+            progress(f"{recipe}: round {number + 1} of {rounds}")
+            rows.append((bare(config, steps_per_round), whole(config, steps_per_round)))
+    finally:
+        log.setLevel(level)
+    bare_speeds, loop_speeds = zip(*rows, strict=True)
+    return LoopSpeed(recipe=recipe, bare=bare_speeds, loop=loop_speeds)

@@ -1,22 +1,16 @@
 """Images per second from JPEG files to normalized 224 px training batches: vitrail, timm and torchvision.
 
-    python benchmarks/input.py [--against timm,torchvision] [--small 4096] [--large 48] [--data SHARDS] [--cores 2]
-
 All loaders have the same files, the same cores and the same augmentation: a random resized crop (0.08 to 1 of the
 area, bilinear), a horizontal flip with probability 0.5, and normalization. Each epoch is timed in a process of its
 own, from the request of the first batch to the last batch, including the start of the workers. Rounds are
-interleaved. The columns are the median over rounds, with the median of the ratios within a round; the best
-round, which is the most reliable figure on a shared machine; and the images per second of CPU time of all
-processes, in the best round.
+interleaved.
 
-Small images have a short side of 256: from the tar shards of the folder given with --data (ImageNet's, say), else
-crops of the photographs in scikit-learn and scikit-image. Large images have 12 megapixels: the same photographs,
-enlarged, with camera-like noise.
+Small images have a short side of 256: from tar shards (ImageNet's, say), else crops of the photographs in scikit-learn
+and scikit-image. Large images have 12 megapixels: the same photographs, enlarged, with camera-like noise.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -26,7 +20,8 @@ import tarfile
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,11 +30,17 @@ import numpy as np
 import torch
 from PIL import Image
 
+from vitrail.bench.libraries import declare_torchvision_operators
+from vitrail.errors import ConfigError, DataError, did_you_mean
+
 SIDE = 224
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 DISTINCT = 12
 """Number of different large images; the rest are copies of them."""
+SMALL_BATCH, LARGE_BATCH = 128, 8
+PEERS = ("timm", "torchvision")
 Epoch = Callable[[], Iterable[Any]]
+Progress = Callable[[str], None]
 
 
 def photographs() -> list[Image.Image]:
@@ -58,6 +59,8 @@ def small_images(count: int, shards: str | None) -> Iterable[bytes]:
         for path in sorted(Path(shards).glob("*.tar")):
             with tarfile.open(path) as tar:
                 files += [tar.extractfile(m).read() for m in tar if m.name.endswith(".jpg")]  # type: ignore[union-attr]
+        if not files:
+            raise DataError(f"got {shards}, expected a folder of .tar files with .jpg images.")
         yield from (files[i % len(files)] for i in range(count))
         return
     random, images = np.random.default_rng(0), photographs()
@@ -65,9 +68,11 @@ def small_images(count: int, shards: str | None) -> Iterable[bytes]:
         image = images[i % len(images)]
         width, height = image.size
         w, h = int(width * random.uniform(0.5, 1)), int(height * random.uniform(0.5, 1))
-        left, top = random.integers(0, width - w + 1), random.integers(0, height - h + 1)
+        left, top = int(random.integers(0, width - w + 1)), int(random.integers(0, height - h + 1))
         scale = 256 / min(w, h)
-        part = image.crop((left, top, left + w, top + h)).resize((round(w * scale), round(h * scale)), Image.BICUBIC)
+        part = image.crop((left, top, left + w, top + h)).resize(
+            (round(w * scale), round(h * scale)), Image.Resampling.BICUBIC
+        )
         yield encoded(part, 90)
 
 
@@ -75,7 +80,7 @@ def large_images(count: int) -> Iterable[bytes]:
     """JPEG files of 4000 x 3000."""
     random, images, files = np.random.default_rng(0), photographs(), []
     for i in range(min(count, DISTINCT)):
-        pixels = np.asarray(images[i % len(images)].resize((4000, 3000), Image.BICUBIC)).astype(np.float32)
+        pixels = np.asarray(images[i % len(images)].resize((4000, 3000), Image.Resampling.BICUBIC)).astype(np.float32)
         pixels += random.standard_normal((3000, 4000, 1), np.float32) * 4
         files.append(encoded(Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), 92))
     yield from (files[i % len(files)] for i in range(count))
@@ -144,8 +149,8 @@ def torchvisions(folder: Path, batch: int, workers: int, *, tensors: bool) -> Ep
     return lambda: loader
 
 
-def loaders(folder: Path, batch: int, cores: int, against: list[str]) -> dict[str, Callable[[], Epoch]]:
-    found = {f"vitrail, {cores} workers": partial(ours, folder, batch, cores)}
+def loaders(folder: Path, batch: int, cores: int, against: Sequence[str]) -> dict[str, Callable[[], Epoch]]:
+    found: dict[str, Callable[[], Epoch]] = {f"vitrail, {cores} workers": partial(ours, folder, batch, cores)}
     if "timm" in against:
         found["timm, its default of 1 worker"] = partial(timms, folder, batch, 1)
         found[f"timm, {cores} workers"] = partial(timms, folder, batch, cores)
@@ -190,66 +195,109 @@ def in_process(run: Callable[[], Any]) -> Any:
     with open(reader, "rb") as pipe:
         result = pipe.read()
     os.waitpid(child, 0)
+    if not result:
+        raise DataError("the process of a loader failed; see its traceback above.")
     return json.loads(result)
 
 
-def compare(title: str, epochs: dict[str, Callable[[], Epoch]], rounds: int, cores: int) -> None:
-    for make in epochs.values():
-        make()  # imports are no part of it
-    found = [{who: in_process(partial(timed, make)) for who, make in epochs.items()} for _ in range(rounds)]
-    peers = [who for who in epochs if not who.startswith("vitrail")] or list(epochs)
-    print(f"{title}; {rounds} rounds; {cores} cores, torch {torch.__version__}; in brackets: times the best peer's")
-    print(f"  {'':42s} {'img/s, median':>17s} {'best round':>17s} {'per core-second':>17s}")
-    rows = []
-    for who in epochs:
-        ratio = statistics.median(turn[who][0] / max(turn[peer][0] for peer in peers) for turn in found)
-        columns = [(statistics.median(turn[who][0] for turn in found), ratio)]
-        for i in (0, 1):
-            best = {w: max(turn[w][i] for turn in found) for w in epochs}
-            columns.append((best[who], best[who] / max(best[peer] for peer in peers)))
-        rows.append((columns[0][0], who, "".join(f" {rate:9.1f} [{times:5.2f}]" for rate, times in columns)))
-    for _, who, row in sorted(rows, reverse=True):
-        print(f"  {who:42s}{row}")
+@dataclass(frozen=True, kw_only=True)
+class LoaderRow:
+    """The speed of one loader; each rate also as a ratio to the best other library's."""
+
+    images: str
+    """small or large."""
+    loader: str
+    images_per_s: float | None = None
+    """Median over rounds."""
+    ratio: float | None = None
+    """Median of the ratios within a round."""
+    best_round: float | None = None
+    """The most reliable figure on a shared machine."""
+    best_ratio: float | None = None
+    per_cpu_s: float | None = None
+    """Images per second of CPU time of all processes, in the best round."""
+    cpu_ratio: float | None = None
+    status: str = "ok"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
-def declare() -> torch.library.Library | None:
-    """Declare the operators that torchvision's import needs if its library does not load (a CPU-only torch)."""
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for operator in ("nms", "qnms"):
-            library.define(operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return library
-    except ImportError:
-        pass
-    return None
+def compare(kind: str, epochs: Mapping[str, Callable[[], Epoch]], rounds: int, progress: Progress) -> list[LoaderRow]:
+    """Time the loaders in turns, the fastest first; a library that is not installed is a row that says so."""
+    missing, usable = {}, {}
+    for who, make in epochs.items():
+        try:
+            make()  # imports are not timed
+            usable[who] = make
+        except ImportError as error:
+            missing[who] = f"not installed ({error.name} is missing): pip install 'vitrail[bench]'"
+    found: list[dict[str, tuple[float, float]]] = []
+    for number in range(rounds):
+        progress(f"{kind} images: round {number + 1} of {rounds}")
+        found.append({})
+        for who, make in list(usable.items()):
+            try:
+                found[-1][who] = in_process(partial(timed, make))
+            except DataError:
+                missing[who] = "failed: see its traceback"
+                del usable[who]
+    rows = [LoaderRow(images=kind, loader=who, **_rates(who, found)) for who in usable]
+    rows.sort(key=lambda row: -(row.images_per_s or 0))
+    return rows + [LoaderRow(images=kind, loader=who, status=why) for who, why in missing.items()]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", default="timm,torchvision")
-    parser.add_argument("--small", type=int, default=4096, help="images of 256 px; 0 for none")
-    parser.add_argument("--large", type=int, default=48, help="images of 12 megapixels; 0 for none")
-    parser.add_argument("--data", help="a folder of tar shards with JPEGs to take as the small images")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cores", type=int, default=2)
-    options = parser.parse_args()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+def _rates(who: str, found: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, Any]:
+    """The columns of a loader, from images per second of wall and of CPU time in each round."""
+    names = found[-1]  # those that failed in an earlier round are not in the last one
+    peers = [name for name in names if not name.startswith("vitrail")]
+    best = {name: [max(turn[name][i] for turn in found) for i in (0, 1)] for name in names}
+    ratios: list[float | None] = [None, None, None]
+    if peers:
+        ratios = [
+            statistics.median(turn[who][0] / max(turn[peer][0] for peer in peers) for turn in found),
+            *(best[who][i] / max(best[peer][i] for peer in peers) for i in (0, 1)),
+        ]
+    return {
+        "images_per_s": statistics.median(turn[who][0] for turn in found),
+        "ratio": ratios[0],
+        "best_round": best[who][0],
+        "best_ratio": ratios[1],
+        "per_cpu_s": best[who][1],
+        "cpu_ratio": ratios[2],
+    }
+
+
+def measure_input(
+    *,
+    against: Sequence[str] = ("timm", "torchvision"),
+    small: int = 4096,
+    large: int = 48,
+    shards: str | None = None,
+    rounds: int = 5,
+    cores: int | None = None,
+    progress: Progress = lambda what: None,
+) -> list[LoaderRow]:
+    """Compare the loaders on `small` images of 256 px and `large` ones of 12 megapixels; 0: none of them.
+
+    `shards`: a folder of tar shards with JPEGs to take as the small images. Limits this process to `cores`.
+    """
+    for name in against:
+        if name not in PEERS:
+            raise ConfigError(f"unknown library {name!r}{did_you_mean(name, PEERS)}")
+    if min(small, large) < 0 or not (small or large):
+        raise ConfigError(f"got {small} small and {large} large images; expected some of at least one kind.")
+    available = sorted(os.sched_getaffinity(0))
+    cores = min(cores or len(available), len(available))
+    os.sched_setaffinity(0, available[:cores])
     torch.set_num_threads(1)  # the workers have the cores
-    declared = declare() if options.against else None
-    against = [name for name in options.against.split(",") if name]
+    declare_torchvision_operators()
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        if options.small:
-            files = write(small_images(options.small, options.data), Path(folder, "small"))
-            title = f"{options.small} images with a short side of 256"
-            compare(title, loaders(files, 128, options.cores, against), options.rounds, options.cores)
-        if options.large:
-            files = write(large_images(options.large), Path(folder, "large"))
-            title = f"{options.large} images of 12 megapixels"
-            compare(title, loaders(files, 8, options.cores, against), options.rounds, options.cores)
-    del declared
-
-
-if __name__ == "__main__":
-    main()
+        for kind, count, batch in (("small", small, SMALL_BATCH), ("large", large, LARGE_BATCH)):
+            if not count:
+                continue
+            progress(f"writing {count} {kind} images")
+            files = write(small_images(count, shards) if kind == "small" else large_images(count), Path(folder, kind))
+            rows += compare(kind, loaders(files, min(batch, count // 2), cores, against), rounds, progress)
+    return rows

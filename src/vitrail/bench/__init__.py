@@ -1,0 +1,1 @@
+"""Benchmarks: this package and its peers, each measured in the same run."""
