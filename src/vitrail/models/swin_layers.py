@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from vitrail.config import SwinConfig
 from vitrail.config.architecture import Activation
+from vitrail.kernels.onednn_linear import apply_linear
 from vitrail.models import drop, windows
 from vitrail.models.cached_module import CachedModule
 from vitrail.models.layers import MLP, QKVProjection, attend
@@ -185,7 +186,7 @@ class WindowAttention(nn.Module):
         rate = self.attention_dropout if self.training else 0.0
         x = attend_in_windows(q, k, v, bias, scale, rate, weights_out)  # B nW N D
         return drop.dropout(
-            self.out(windows.from_windows(x, plan)), self.dropout if self.training else 0.0, dropout_seeds
+            apply_linear(self.out, windows.from_windows(x, plan)), self.dropout if self.training else 0.0, dropout_seeds
         )
 
     def plan(self, grid: Grid, like: Tensor) -> WindowPlan:
@@ -267,9 +268,8 @@ class PatchMerging(nn.Module):
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         x = join_neighbors(x, grid)  # B T/4 4D
         if self.norm_first:
-            y: Tensor = self.reduction(self.norm(x))
-            return y
-        y = self.reduction(x)
+            return apply_linear(self.reduction, self.norm(x))
+        y = apply_linear(self.reduction, x)
         normed: Tensor = self.norm(y)
         return normed.to(y.dtype)
 
