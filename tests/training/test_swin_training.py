@@ -20,7 +20,7 @@ from vitrail.evaluation.probing import ProbeSettings, probe
 from vitrail.models import Swin, build
 
 SMALL: dict[str, Any] = {"image_size": 32, "width": 8, "depths": (2, 2), "num_heads": (1, 2), "window_size": 3}
-QUICK = ("data.workers=0", "duration=30 steps", "evaluate_every=6 steps", "checkpoint_every=6 steps")
+QUICK = ("data.workers=0", "duration=30 steps", "optim.lr=5e-3", "evaluate_every=6 steps", "checkpoint_every=6 steps")
 
 pytestmark = pytest.mark.usefixtures("quick_disk", "in_tmp_dir")
 
