@@ -105,6 +105,7 @@ def test_the_matrix_product_counts_its_flops():
 
 
 @pytest.mark.peer
+@pytest.mark.slow
 def test_the_accuracy_of_a_real_checkpoint_is_that_of_the_model(real_checkpoint, imagenet_val):
     import_peer("timm")
     case = Case(

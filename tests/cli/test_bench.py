@@ -57,7 +57,7 @@ def test_communication_as_json(vitrail):
         ("--device tpu", "unknown device 'tpu'"),
         ("--time-limit soon", "--time-limit expects a duration such as 25min or 1.5h, got 'soon'."),
         ("--data digits", "--data needs --model FILE"),
-        ("--model vitrail/cifar10 --data digits", "digits has no labels that are classes of vitrail/cifar10"),
+        ("--model vitrail/cifar10 --data nothing", "nothing"),
         ("--model a --models B/16", "got --model and --models; pass one of them."),
         ("--rounds 3 loop", "--rounds is an option of `vitrail bench`; pass options after loop."),
         ("engines --batch-size 0", "--batch-size expects positive numbers"),
