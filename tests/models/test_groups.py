@@ -12,29 +12,30 @@ from hypothesis import strategies as st
 from models.test_compile import KINDS, PUBLISHED
 from strategies import bit_configs, vit_configs
 
-from vitrail.config import BiTConfig, StemConfig, ViTConfig
+from vitrail.config import BiTConfig, NetConfig, StemConfig, SwinConfig, ViTConfig
 from vitrail.errors import ModelError
 from vitrail.models import build
 
 DECAYED = re.compile(
     r"patch\.weight"
     r"|stem\.root\.conv\.weight|stem\.stages\.\d+\.\d+\.(conv[123]|project\.conv)\.weight"
-    r"|blocks\.\d+\.(attention\.(qkv|out)|mlp\.(up|down))\.weight"
+    r"|(stages\.\d+\.)?blocks\.\d+\.(attention\.(qkv|out)|mlp\.(up|down))\.weight|stages\.\d+\.merge\.reduction\.weight"
     r"|pool\.(q|kv|out|mlp\.up|mlp\.down)\.weight"
     r"|(pre_logits|head|head_distill)\.weight"
     r"|root\.weight|stages\.\d+\.\d+\.(conv[123]|project)\.weight"
 )
 NOT_DECAYED = re.compile(
-    r".*\.bias|(.*\.)?(norm|norm[123]|pre_norm|q_norm|k_norm)\.weight|.*\.scale[12]"
+    r".*\.bias|(.*\.)?(norm|norm[123]|pre_norm|patch_norm|q_norm|k_norm)\.weight|.*\.scale[12]"
+    r"|.*\.attention\.(log_scale|bias\.(table|(up|down)\.weight))"
     r"|class_token|distill_token|registers|pool\.probe|positions\.\d+\.(table|rows|columns|offsets|prefix)"
 )
 
 
-def check_groups(config: ViTConfig | BiTConfig) -> None:
+def check_groups(config: NetConfig) -> None:
     net = build(config, meta=True)
     parameters = dict(net.named_parameters())
     decayed = net.decayed_parameters()
-    last_id = config.depth + 1 if isinstance(config, ViTConfig) else sum(config.layers) + 1
+    last_id = sum(config.layers) + 1 if isinstance(config, BiTConfig) else config.depth + 1
     assert decayed <= set(parameters)
     for name, parameter in parameters.items():
         assert bool(DECAYED.fullmatch(name)) != bool(NOT_DECAYED.fullmatch(name)), (
@@ -46,8 +47,12 @@ def check_groups(config: ViTConfig | BiTConfig) -> None:
         assert net.layer_id(name) == expected_layer_id(config, name, last_id), name
 
 
-def expected_layer_id(config: ViTConfig | BiTConfig, name: str, last: int) -> int:
+def expected_layer_id(config: NetConfig, name: str, last: int) -> int:
     parts = name.split(".")
+    if isinstance(config, SwinConfig):
+        if parts[0] == "stages":  # merging belongs to the first block of its stage
+            return sum(config.depths[: int(parts[1])]) + (int(parts[3]) if parts[2] == "blocks" else 0) + 1
+        return {"patch": 0, "patch_norm": 0, "norm": last, "head": last}[parts[0]]
     if isinstance(config, BiTConfig):
         units = [(s, u) for s, count in enumerate(config.layers) for u in range(count)]
         unit_ids = {f"{s}.{u}": i + 1 for i, (s, u) in enumerate(units)}
@@ -77,7 +82,7 @@ def test_parameters_of_random_configs_have_a_decay_group_and_layer_id(config: Vi
 
 
 @pytest.mark.parametrize("config", [*PUBLISHED, *KINDS.values()])
-def test_parameters_of_published_configs_have_a_decay_group_and_layer_id(config: ViTConfig | BiTConfig) -> None:
+def test_parameters_of_published_configs_have_a_decay_group_and_layer_id(config: NetConfig) -> None:
     check_groups(config)
 
 

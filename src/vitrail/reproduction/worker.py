@@ -81,7 +81,6 @@ def _train_and_measure(task: Task) -> dict[str, Any]:
 
     import torch
 
-    import vitrail
     from vitrail.config import TrainConfig
     from vitrail.errors import DivergenceError
     from vitrail.models.flops import count_flops, count_parameters
@@ -104,7 +103,7 @@ def _train_and_measure(task: Task) -> dict[str, Any]:
     result = TrialResult(
         **{name: task[name] for name in ("key", "arm", "lr", "seed", "settings", "parent")},
         device=_device_name(config.device),
-        versions=f"vitrail {vitrail.__version__}, PyTorch {torch.__version__.partition('+')[0]}",
+        versions=f"vitrail {_version('vitrail')}, PyTorch {_version('torch')}",
     )
     try:
         run = train(config, out=folder, auto_resume=True, report=False)
@@ -142,6 +141,15 @@ def _update_paths(folder: Path, config: TrainConfig) -> None:
     if run.started and not run.finished:
         distill = run.read_config().distill.replace(teacher=config.distill.teacher)
         run.reopen(run.read_config().replace(init_from=config.init_from, distill=distill.to_dict()))
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return "from source"
 
 
 def _device_name(device: str) -> str:
