@@ -21,6 +21,7 @@ SYMBOLS = (
     "_C._functorch.peek_interpreter_stack",
     "_C._len_torch_dispatch_stack",
     "ops.mkldnn._linear_pointwise",
+    "nn.modules.module._has_any_global_hook",
     "ops.aten._upsample_bilinear2d_aa.out",
     "ops.aten._upsample_bicubic2d_aa.out",
     "_softmax_backward_data",
@@ -113,6 +114,29 @@ def test_operations_on_lists_are_the_same_without_the_symbol(symbol: str, hide: 
     hide(symbol)
     for actual, reference in zip(result(), expected, strict=True):
         torch.testing.assert_close(actual, reference)
+
+
+def test_the_limit_of_compiled_versions_is_raised_and_never_lowered(monkeypatch: pytest.MonkeyPatch):
+    config = private_torch.torch_attribute("_dynamo.config")
+    monkeypatch.setattr(config, "recompile_limit", 8)
+    private_torch.raise_recompile_limit(20)
+    private_torch.raise_recompile_limit(10)
+    assert config.recompile_limit == 20
+
+
+@pytest.mark.parametrize(
+    "add",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
+)
+def test_hooks_of_a_module_and_of_all_modules_are_found(add: str):
+    layer = torch.nn.Linear(2, 2)
+    assert not private_torch.has_hooks(layer)
+    handle = getattr(layer, add)(print)
+    assert private_torch.has_hooks(layer)
+    handle.remove()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert private_torch.has_hooks(layer)
+    handle.remove()
 
 
 def test_private_functions_of_torch_are_used_nowhere_else():

@@ -31,6 +31,7 @@ from vitrail.errors import DataError
 from vitrail.explain.attention import AttentionIterator, full_precision
 from vitrail.explain.rollout import rollout
 from vitrail.inference import Pixels, run_network
+from vitrail.kernels.onednn_linear import project
 from vitrail.models import Net
 from vitrail.models.flops import count_flops
 from vitrail.runtime import autocast
@@ -228,6 +229,8 @@ def _product(case: Case) -> Workload:
         check_bfloat16()
     dtype = torch.bfloat16 if case.precision == "bfloat16" else torch.float32
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    if device.type == "cpu":
+        return Workload(torch.no_grad()(lambda: project(a, b, None)), 2 * side**3, version=torch.__version__)
     out = torch.empty_like(a)
     return Workload(lambda: torch.mm(a, b, out=out), 2 * side**3, version=torch.__version__)
 

@@ -88,13 +88,14 @@ def _train_and_measure(task: Task) -> dict[str, Any]:
     from vitrail.reproduction.measures import measure
     from vitrail.reproduction.results import TrialResult
     from vitrail.runs.run_record import read_run
+    from vitrail.runtime import private_torch
     from vitrail.training.runs import train
 
     if task["threads"]:
         torch.set_num_threads(task["threads"])
-    # Trials of one network share what is compiled; the limit is meant for a network that is compiled again and again.
-    torch._dynamo.config.recompile_limit = MAX_COMPILED
     folder, config = Path(task["folder"]), TrainConfig.from_dict(task["config"])
+    if config.compile:  # trials of one network share what is compiled
+        private_torch.raise_recompile_limit(MAX_COMPILED)
     if task["edit"] is not None:
         assert config.init_from is not None
         start = edit_model(task["edit"], Path(config.init_from), folder / "start", config)

@@ -9,6 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from vitrail.runtime import private_torch
+
 MEASUREMENT_S = 0.2
 """Approximate duration of one measurement."""
 PRODUCTS: list[Callable[[Tensor], Tensor]] = [lambda a: a @ a.T, lambda a: a.T @ a, lambda a: a @ a]
@@ -17,12 +19,12 @@ PRODUCTS: list[Callable[[Tensor], Tensor]] = [lambda a: a @ a.T, lambda a: a.T @
 
 @cache
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of matrix products: the fastest of several sizes and of the layouts of a training step.
+    """FLOP/s of matrix products: the fastest of several sizes, of the layouts of a training step and of the libraries.
 
     A CPU without instructions for bfloat16 is up to 30 times faster in one layout than in another. Small products
     are measured too: on a busy machine only a short one runs undisturbed.
     """
-    synchronize, products = _synchronizer(device), PRODUCTS
+    synchronize, products = _synchronizer(device), [*PRODUCTS, *_onednn_products(device, dtype)]
     best, fastest = 0.0, (products[0], torch.ones(1, 1, device=device))
     end = time.perf_counter() + MEASUREMENT_S
     for side in _sides(device, dtype):
@@ -53,6 +55,12 @@ def slowdown(device: torch.device, dtype: torch.dtype, reference: torch.dtype = 
         a = _matrix(256, device, each)
         seconds.append(sum(1 / max(_rate(product, a, synchronize) for _ in range(3)) for product in PRODUCTS))
     return seconds[0] / seconds[1]
+
+
+def _onednn_products(device: torch.device, dtype: torch.dtype) -> list[Callable[[Tensor], Tensor]]:
+    """oneDNN's float32 product, which linear layers use where it is faster than MKL's."""
+    linear = private_torch.linear() if device.type == "cpu" and dtype == torch.float32 else None
+    return [] if linear is None else [lambda a: linear(a, a, None)]
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:

@@ -51,6 +51,13 @@ def has_hooks(module: nn.Module) -> bool:
     return any(own) or global_hooks is None or bool(global_hooks())
 
 
+def raise_recompile_limit(limit: int) -> None:
+    """Let torch.compile keep this many versions of one function; the default, 8, is meant for changing shapes."""
+    config = torch_attribute("_dynamo.config")
+    if hasattr(config, "recompile_limit"):
+        config.recompile_limit = max(config.recompile_limit, limit)
+
+
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
