@@ -116,12 +116,12 @@ def test_operations_on_lists_are_the_same_without_the_symbol(symbol: str, hide: 
         torch.testing.assert_close(actual, reference)
 
 
-def test_the_limit_of_compiled_versions_is_raised_and_never_lowered(monkeypatch: pytest.MonkeyPatch):
+def test_the_limit_of_compiled_versions_is_raised_and_never_lowered():
     config = private_torch.torch_attribute("_dynamo.config")
-    monkeypatch.setattr(config, "recompile_limit", 8)
-    private_torch.raise_recompile_limit(20)
-    private_torch.raise_recompile_limit(10)
-    assert config.recompile_limit == 20
+    with config.patch(recompile_limit=8):
+        private_torch.raise_recompile_limit(20)
+        private_torch.raise_recompile_limit(10)
+        assert config.recompile_limit == 20
 
 
 @pytest.mark.parametrize(
