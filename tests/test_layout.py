@@ -35,6 +35,7 @@ PACKAGE_ORDER = (
     "open_model",
     "objectives",
     "evaluation",
+    "retrieval",
     "exporting",
     "runs",
     "report",
@@ -58,6 +59,7 @@ SHARED_FILE_NAMES = {
     "figures.py": {"cli", "explain"},
     "finetune.py": {"cli", "recipes"},
     "reproduce.py": {"cli", "reproduction"},
+    "search.py": {"cli", "retrieval"},
     "train.py": {"cli", "config"},
     "vtab.py": {".", "cli"},
     # An experiment, and the figures of what it is about.

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from vitrail.open_model import create, create_model, load
     from vitrail.predictions import Prediction
     from vitrail.reproduction.reproduce import Reproduction, reproduce
+    from vitrail.retrieval.feature_index import FeatureIndex, Match
+    from vitrail.retrieval.search import search
     from vitrail.training.runs import Run, finetune, train
 
     __version__: str
@@ -25,6 +27,8 @@ _MODULE_OF = {
     "BiT": "vitrail.models",
     "BiTConfig": "vitrail.config",
     "Evaluation": "vitrail.evaluation.summary",
+    "FeatureIndex": "vitrail.retrieval.feature_index",
+    "Match": "vitrail.retrieval.feature_index",
     "Model": "vitrail.model",
     "Output": "vitrail.models",
     "Prediction": "vitrail.predictions",
@@ -45,6 +49,7 @@ _MODULE_OF = {
     "finetune": "vitrail.training.runs",
     "load": "vitrail.open_model",
     "reproduce": "vitrail.reproduction.reproduce",
+    "search": "vitrail.retrieval.search",
     "train": "vitrail.training.runs",
 }
 
@@ -52,6 +57,8 @@ __all__ = [
     "BiT",
     "BiTConfig",
     "Evaluation",
+    "FeatureIndex",
+    "Match",
     "Model",
     "Output",
     "Prediction",
@@ -73,6 +80,7 @@ __all__ = [
     "finetune",
     "load",
     "reproduce",
+    "search",
     "train",
 ]
 

@@ -31,6 +31,7 @@ from vitrail.cli import (
     predict,
     probe,
     reproduce,
+    search,
     serve,
     train,
     vtab,
@@ -83,6 +84,7 @@ app.command("probe")(probe.probe)
 app.command("vtab")(vtab.vtab)
 app.command("reproduce")(reproduce.reproduce)
 app.command("embed")(embed.embed)
+app.command("search")(search.search)
 app.command("convert")(convert.convert)
 app.command("export")(export.export)
 app.command("serve")(serve.serve)

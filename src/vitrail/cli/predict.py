@@ -68,7 +68,7 @@ def predict(
     if logits and not as_json:
         raise ConfigError("--logits needs --json.")
     if out is not None:
-        _check_destination(out)
+        check_destination(out)
     options = inputs.load_options | checkpoint.load_options  # checked before the images are searched
     paths, many = find_images(images)
     vit = open_with_engine(model, engine, device, labels=labels, **options)
@@ -76,7 +76,7 @@ def predict(
     top = min(top, vit.config.num_classes)
     text = _json(rows) if as_json else _csv(rows, top) if many or out is not None else _listing(rows)
     if out is not None:
-        _write(out, "".join(text))
+        write_output(out, "".join(text))
         print_note(f"wrote predictions for {len(paths) - rows.failed} of {len(paths)} images to {out}.")
     else:
         for piece in text:
@@ -214,7 +214,7 @@ def _json(rows: Iterable[Row]) -> Iterator[str]:
     yield "\n]\n"
 
 
-def _check_destination(path: Path) -> None:
+def check_destination(path: Path) -> None:
     """Raise ConfigError if `path` cannot be written, before any work is done."""
     if path.is_dir():
         raise ConfigError(f"--out {path} is a folder; expected a file name.")
@@ -225,7 +225,7 @@ def _check_destination(path: Path) -> None:
         raise ConfigError(f"--out {path}: no permission to write in {above}; choose another folder.")
 
 
-def _write(path: Path, text: str) -> None:
+def write_output(path: Path, text: str) -> None:
     from vitrail.storage.atomic_write import write_text
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,7 @@ from vitrail.runtime import autocast
 
 # b images in a batch, N images in all, T tokens, D features
 
+WITHOUT_NORM = ", without the final norm"
 POOLS = ("pooled", "token", "mean", "token+mean")
 ROWS_PER_CHECK = 65536
 """Rows that are checked for NaN and infinity at a time."""
@@ -44,10 +46,21 @@ class FeatureSpec:
             raise ConfigError(f"unknown pooling {self.pool!r}{did_you_mean(self.pool, POOLS)}")
 
     def __str__(self) -> str:
-        if not self.layers:
-            return "head input" if self.pool == "pooled" else f"last layer, {self.pool}"
-        suffix = "" if self.norm else ", without the final norm"
-        return f"layer {'+'.join(map(str, self.layers))}, {self.pool}{suffix}"
+        if not self.layers and self.pool == "pooled":
+            return "head input"
+        where = f"layer {'+'.join(map(str, self.layers))}" if self.layers else "last layer"
+        return f"{where}, {self.pool}{'' if self.norm else WITHOUT_NORM}"
+
+    @classmethod
+    def from_text(cls, text: str) -> FeatureSpec:
+        """The spec that `str` describes; ConfigError if none does."""
+        if text == "head input":
+            return cls()
+        match = re.fullmatch(rf"(?:last layer|layer (\d+(?:\+\d+)*)), ([a-z+]+)({WITHOUT_NORM})?", text)
+        if match is None:
+            raise ConfigError(f"got features {text!r}, expected such as 'head input' or 'layer 12, token'.")
+        layers = tuple(map(int, match[1].split("+"))) if match[1] else ()
+        return cls(layers=layers, pool=match[2], norm=match[3] is None)
 
 
 def resolve_features(spec: FeatureSpec, net: Net) -> FeatureSpec:
