@@ -29,6 +29,7 @@ PAGES = [
     "docs/extending.md",
     "docs/explanations.md",
     "docs/evaluation.md",
+    "docs/search.md",
     "docs/export.md",
 ]
 

@@ -25,8 +25,8 @@ from vitrail.evaluation.feature_file import read_metadata
 # N rows in all, B rows of a block, D features
 
 MANIFEST = "manifest.json"
-BLOCK_VALUES = 2**23
-"""Feature values read at a time: 32 MiB in float32."""
+BLOCK_VALUES = 2**21
+"""Feature values read at a time: 8 MiB in float32."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ class FeatureStore:
         """Open a Parquet file of `vitrail embed`, or a folder with a manifest and its parts."""
         path = Path(path).expanduser()
         if not path.is_dir():
-            return cls(path, (path,), read_metadata(path))
+            store = cls(path, (path,), read_metadata(path))
+            _ = store.width  # checks the columns
+            return store
         number, metadata = _read_manifest(path)
         parts = [path / f"part-{n:05d}.parquet" for n in range(number)]
         missing = [part.name for part in parts if not part.exists()]
@@ -71,7 +73,9 @@ class FeatureStore:
                 f"{path} is not complete: {missing[0]} is missing ({len(missing):,} of {number:,} parts); run the "
                 "command that made it again to continue."
             )
-        return cls(path, parts, metadata)
+        store = cls(path, parts, metadata)
+        _ = store.width
+        return store
 
     def with_counts(self, counts: Sequence[int]) -> FeatureStore:
         """The store with known numbers of rows, so that not every part's footer is read."""
@@ -134,12 +138,14 @@ class FeatureStore:
         if (width := _width(part)) != self.width:
             raise DataError(f"{part} has {width} features a row, not {self.width} as the first part; embed it again.")
         with _opened(part) as file:
-            for batch in file.iter_batches(rows, columns=["embedding"]):
-                column = batch.column(0)
-                values = column.flatten()
-                if column.null_count or values.null_count:
-                    raise DataError(f"{part} has rows without features; embed it again.")
-                yield values.to_numpy(zero_copy_only=False).astype(np.float32).reshape(len(column), self.width)
+            for group in range(file.num_row_groups):  # iter_batches would hold on to more memory
+                column = file.read_row_group(group, columns=["embedding"])["embedding"].combine_chunks()
+                for start in range(0, len(column), rows):
+                    some = column[start : start + rows]
+                    values = some.flatten()
+                    if some.null_count or values.null_count:
+                        raise DataError(f"{part} has rows without features; embed it again.")
+                    yield values.to_numpy(zero_copy_only=False).astype(np.float32).reshape(len(some), self.width)
 
 
 def _read_rows(file: pq.ParquetFile, numbers: Sequence[int]) -> list[Row]:

@@ -1,8 +1,11 @@
 """The folder of an index, beside the features it was made from: features.parquet.index/.
 
-    index.json   the state and checksum of every part of the features, the measured recall, the files below
-    index.bin    centroids and offsets; its checksum is compared whenever the index is opened
-    lists.bin    the vectors, mapped into memory; only its size is compared
+    index.json             the state and checksum of every part of the features, the measured recall, the files below
+    shard-00000.bin, ...   centroids, sizes of the lists, then the lists, which are mapped into memory
+
+Whenever an index is opened, the sizes of the shards are compared, and the checksums of what precedes the lists. So a
+damaged file is not followed out of bounds: damaged vectors give wrong neighbors, but nothing worse.
+
 
 The folder appears when it is complete. An index can be made again from the features at any time. So one that is
 damaged, of another version, or made from other features is replaced.
@@ -21,7 +24,7 @@ from typing import Any
 from vitrail.config import format_version
 from vitrail.errors import CheckpointError, DataError, FormatError, NotFoundError
 from vitrail.retrieval.feature_store import FeatureStore, PartState
-from vitrail.retrieval.inverted_lists import LISTS, STRUCTURE
+from vitrail.retrieval.inverted_lists import SHARD
 from vitrail.retrieval.recall import RecallPoint
 from vitrail.storage.atomic_write import explain_write_errors, write_json
 from vitrail.storage.locks import file_lock
@@ -43,6 +46,17 @@ class IndexedPart:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """A file of the index."""
+
+    num_bytes: int
+    head_bytes: int
+    """Bytes before the lists."""
+    head_checksum: str
+    """CRC-32 of these."""
+
+
+@dataclass(frozen=True)
 class IndexRecord:
     """What index.json says."""
 
@@ -50,8 +64,7 @@ class IndexRecord:
     lists: int
     recall: tuple[RecallPoint, ...]
     """Recall@10 by number of probes."""
-    files: Mapping[str, tuple[int, str]]
-    """Size and checksum of the other files; of the lists, no checksum."""
+    shards: tuple[Shard, ...]
 
     @property
     def num_rows(self) -> int:
@@ -67,7 +80,7 @@ class IndexRecord:
             tuple(IndexedPart(**part) for part in values["parts"]),
             int(values["lists"]),
             tuple(RecallPoint(**point) for point in values["recall"]),
-            {name: (int(size), str(checksum)) for name, (size, checksum) in values["files"].items()},
+            tuple(Shard(**shard) for shard in values["shards"]),
         )
 
 
@@ -102,13 +115,24 @@ def write_record(folder: Path, record: IndexRecord, *, overwrite: bool = False) 
     write_json(folder / RECORD, record.to_dict(), overwrite=overwrite)
 
 
-def described_files(folder: Path) -> dict[str, tuple[int, str]]:
-    """Size and checksum of the files that FAISS wrote."""
-    structure, lists = folder / STRUCTURE, folder / LISTS
-    return {
-        STRUCTURE: (structure.stat().st_size, file_checksum(structure)),
-        LISTS: (lists.stat().st_size if lists.exists() else 0, ""),
-    }
+def shard_paths(folder: Path, count: int | None = None) -> list[Path]:
+    """The shards of an index: this many, or those that exist."""
+    count = len(list(folder.glob(SHARD.format(0).replace("00000", "*")))) if count is None else count
+    return [folder / SHARD.format(number) for number in range(count)]
+
+
+def describe_shard(path: Path, list_bytes: int) -> Shard:
+    """A shard whose lists, at its end, take this many bytes."""
+    head = path.stat().st_size - list_bytes
+    return Shard(path.stat().st_size, head, file_checksum(path, head))
+
+
+def _is_intact(folder: Path, record: IndexRecord) -> bool:
+    paths = shard_paths(folder, len(record.shards))
+    return bool(record.recall and record.shards) and all(
+        path.stat().st_size == shard.num_bytes and file_checksum(path, shard.head_bytes) == shard.head_checksum
+        for path, shard in zip(paths, record.shards, strict=True)
+    )
 
 
 def read_record(store: FeatureStore) -> IndexRecord:
@@ -121,7 +145,7 @@ def read_record(store: FeatureStore) -> IndexRecord:
         raise NotFoundError(f"there is no index {folder}.")
     try:
         record = IndexRecord.from_dict(json.loads((folder / RECORD).read_text(encoding="utf-8")))
-        damaged = not record.recall or described_files(folder) != dict(record.files)
+        damaged = not _is_intact(folder, record)
     except FormatError as error:
         raise FormatError(f"{folder}: {error}") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -147,10 +171,11 @@ def _matched(record: IndexRecord, store: FeatureStore, folder: Path) -> IndexRec
     return record
 
 
-def file_checksum(path: Path) -> str:
-    """CRC-32 of a file, as eight hexadecimal digits."""
-    checksum = 0
+def file_checksum(path: Path, num_bytes: int | None = None) -> str:
+    """CRC-32 of a file, or of its first bytes, as eight hexadecimal digits."""
+    checksum, remaining = 0, path.stat().st_size if num_bytes is None else num_bytes
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
+        while remaining > 0 and (chunk := file.read(min(CHUNK_BYTES, remaining))):
             checksum = zlib.crc32(chunk, checksum)
+            remaining -= len(chunk)
     return f"{checksum:08x}"

@@ -1,9 +1,9 @@
 """Approximate nearest neighbors with FAISS: inverted lists in a memory-mapped file.
 
 k-means on a sample divides the vectors into lists. A query is compared with the centroids, and then with the vectors
-of the nearest lists only (`probes`). Vectors are stored in float16. Building reads the vectors once for
-the sample and once to add them, and keeps the sample and one shard of codes in memory. Shards are files, merged into
-one file of lists that searches map, so that neither step needs memory for all vectors.
+of the nearest lists only (`probes`). Vectors are stored in float16. Building reads the vectors once for the sample
+and once to add them, and keeps the sample and one shard of vectors in memory. Searches map the shards' files, so
+that neither step needs memory for all vectors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,20 +27,21 @@ from vitrail.retrieval.exact_search import Hits
 
 # N vectors in all, B vectors of a block, D features, Q queries
 
-STRUCTURE, LISTS = "index.bin", "lists.bin"
-"""Files: centroids and offsets, a few MiB that are read; and the lists, which are mapped."""
+SHARD = "shard-{:05d}.bin"
+"""File name of a shard: the centroids, the sizes of the lists, and the lists of some of the vectors."""
 CODES = "SQfp16"
 """FAISS's name for vectors in float16. With int8, recall@10 did not exceed 0.87 (docs/log.md)."""
 VECTORS_PER_CENTROID = 40
 """Size of the sample that k-means learns from; FAISS warns below 39."""
-SHARD_BYTES = 2**28
-"""Codes in memory while adding."""
+SHARD_BYTES = 2**29
+"""Vectors of a shard, in float16 with their row numbers; in memory while they are added."""
+ID_BYTES = 8
 MAX_LISTS = 65536
 
 
 def is_available() -> bool:
     """Whether FAISS is installed. On Windows it cannot map lists and is not used."""
-    return importlib.util.find_spec("faiss") is not None and hasattr(import_faiss(), "OnDiskInvertedLists")
+    return importlib.util.find_spec("faiss") is not None and sys.platform != "win32"
 
 
 def import_faiss() -> Any:
@@ -49,20 +51,19 @@ def import_faiss() -> Any:
         raise ConfigError("an index needs FAISS, which is not installed; try pip install 'vitrail[search]'.") from error
 
 
-def default_lists(count: int) -> int:
-    """Number of lists for this many vectors: 4 times the square root, so that centroids and lists cost about as much.
+def choose_lists(count: int, trainable: int, lists: int | None = None) -> int:
+    """The number of lists for `count` vectors of which `trainable` can be learned from; `lists` is checked.
 
-    Fewer if the vectors could not train as many.
+    By default 4 times the square root of the count, so that centroids and lists cost about as much.
     """
-    return max(min(round(4 * math.sqrt(count)), count // VECTORS_PER_CENTROID, MAX_LISTS), 1)
-
-
-def check_lists(lists: int, count: int) -> None:
-    most = max(count // VECTORS_PER_CENTROID, 1)
+    most = trainable // VECTORS_PER_CENTROID
+    if lists is None:
+        return max(min(round(4 * math.sqrt(count)), most, MAX_LISTS), 1)
     if not 1 <= lists <= most:
         raise ConfigError(
-            f"lists={lists} for {count:,} vectors; expected 1 to {most:,}, {VECTORS_PER_CENTROID} vectors each."
+            f"lists={lists} for {count:,} vectors; expected 1 to {most:,}: each is learned from {VECTORS_PER_CENTROID}."
         )
+    return lists
 
 
 def train(sample: Tensor, lists: int) -> Any:
@@ -75,37 +76,42 @@ def train(sample: Tensor, lists: int) -> Any:
 
 
 def write_lists(index: Any, blocks: Iterable[tuple[int, Tensor]], folder: Path) -> None:
-    """Add blocks of (first row, B D) to a trained index and write it to `folder`, in twice its space."""
+    """Add blocks of (first row, B D) to a trained index and write it to `folder`, as one or more shards."""
     faiss = import_faiss()
-    merge = importlib.import_module("faiss.contrib.ondisk").merge_ondisk
-    shards: list[Path] = []
-
-    def write_shard() -> None:
-        shards.append(folder / f"shard-{len(shards)}.bin")
-        faiss.write_index(index, str(shards[-1]))
-        index.reset()
-
+    shards = 0
     with _threads(faiss), _explained(folder):
         for start, block in blocks:
             index.add_with_ids(normalize_rows(block).numpy(), np.arange(start, start + len(block), dtype=np.int64))
-            if index.ntotal * (index.code_size + 8) >= SHARD_BYTES:
-                write_shard()
-        if index.ntotal or not shards:
-            write_shard()
-        merge(index, [str(shard) for shard in shards], str(folder / LISTS))
-        faiss.write_index(index, str(folder / STRUCTURE))
-    for shard in shards:
-        shard.unlink()
+            if index.ntotal * (index.code_size + ID_BYTES) >= SHARD_BYTES:
+                faiss.write_index(index, str(folder / SHARD.format(shards)))
+                index.reset()
+                shards += 1
+        if index.ntotal:
+            faiss.write_index(index, str(folder / SHARD.format(shards)))
 
 
 class InvertedLists:
-    """An index on disk, with its lists mapped into memory. Thread-safe."""
+    """The shards of an index, with their lists mapped into memory. Thread-safe."""
 
-    def __init__(self, folder: Path) -> None:
-        self._faiss = import_faiss()
-        flags = self._faiss.IO_FLAG_READ_ONLY | self._faiss.IO_FLAG_ONDISK_SAME_DIR
-        with _explained(folder):
-            self._index = self._faiss.read_index(str(folder / STRUCTURE), flags)
+    def __init__(self, shards: Sequence[Path]) -> None:
+        faiss = self._faiss = import_faiss()
+        with _explained(shards[0].parent):
+            self._shards = [faiss.read_index(str(shard), faiss.IO_FLAG_MMAP) for shard in shards]
+        self.list_bytes = [shard.ntotal * (shard.code_size + ID_BYTES) for shard in self._shards]
+        """Bytes of the lists of each shard."""
+        self._index, *others = self._shards
+        if others:
+            total = sum(shard.ntotal for shard in self._shards)
+            lists = faiss.InvertedListsPtrVector()
+            for shard in self._shards:
+                lists.push_back(shard.invlists)
+            self._joined = faiss.HStackInvertedLists(lists.size(), lists.data())
+            self._first = self._index.invlists  # kept, since the index no longer owns it
+            self._index.own_invlists = False
+            self._index.replace_invlists(self._joined, False)
+            self._index.ntotal = total
+            for shard in others:
+                shard.quantizer.reset()  # each has the same centroids
 
     def __len__(self) -> int:
         return int(self._index.ntotal)

@@ -22,9 +22,12 @@ from vitrail.retrieval.exact_search import Hits, nearer
 AT = 10
 """Neighbors that recall is measured on: recall@10."""
 QUERIES = 500
+"""At most; a tenth of a small collection."""
 CANDIDATES = 64
 """Exact neighbors kept for each query, for ties with the 10th."""
 TIE = 1e-6
+SATURATED = 4
+"""Recall is measured with more probes until this many measurements are equal."""
 TARGET = 0.95
 """Default recall@10 that the number of probes is chosen for."""
 
@@ -60,11 +63,12 @@ class RecallSample:
             yield start, block
 
     def measure(self, index: ApproximateSearch) -> list[RecallPoint]:
-        """Recall with growing numbers of probes, until nothing is missed or every list is read."""
+        """Recall with growing numbers of probes, until it grows no more or every list is read."""
         points: list[RecallPoint] = []
         for probes in _growing(index.lists):
             points.append(RecallPoint(probes, self.recall(index.search(self.vectors, AT + 1, probes))))
-            if points[-1].recall >= 0.9999:
+            recent = [point.recall for point in points[-SATURATED:]]
+            if recent[-1] == 1 or (len(recent) == SATURATED and recent[-1] > 0.9 and max(recent) == recent[0]):
                 break
         return points
 
@@ -83,6 +87,11 @@ class RecallSample:
             total += expected
             kept += min(len(accepted & set([row for row in candidates if row != own][:AT])), expected)
         return kept / total if total else 1.0
+
+
+def held_out(count: int) -> int:
+    """How many of `count` vectors are the queries that recall is measured with."""
+    return min(QUERIES, count // 10)
 
 
 def _growing(most: int) -> Iterator[int]:
