@@ -1,6 +1,6 @@
 """Similar images: the nearest neighbors of an image among the features that `vitrail embed` wrote.
 
-feature_store    the features as rows: a Parquet file, or a folder of parts; nothing is read twice
+feature_store    the features as rows: a Parquet file, or a folder of parts
 exact_search     the exact nearest neighbors, block by block
 inverted_lists   an approximate search with FAISS that reads a fraction of the vectors from a memory-mapped file
 recall           how many of the exact neighbors the approximate search finds, and how much it has to read for that
