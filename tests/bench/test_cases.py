@@ -23,10 +23,10 @@ def test_a_gpu_run_compares_all_libraries_compiled_in_bfloat16_the_base_model_fi
         assert (product.library, product.precision) == (PRODUCT, "bfloat16")
 
 
-def test_swin_and_large_images_have_batches_of_about_as_many_pixels():
+def test_swin_and_large_images_have_smaller_batches():
     names = ("Swin-T", "Swin-B", "Swin-B@384", "DINOv3-L/16", "DINOv3-L/16@768")
     groups = plan(Request(models=names), "cuda", bfloat16=True)
-    assert [g.batch_size for g in groups] == [512, 1024, 256, 512, 64, 128, 128, 256, 8, 16]
+    assert [g.batch_size for g in groups] == [256, 512, 128, 256, 32, 64, 128, 256, 8, 16]
     [swin, *_], [dinov3, *_] = groups, groups[-2:]
     assert [c.library for c in swin.cases] == [OWN, "timm", "timm-fused", "torchvision", "transformers", PRODUCT]
     assert [c.library for c in dinov3.cases] == [OWN, "timm", "transformers", PRODUCT]

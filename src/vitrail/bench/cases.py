@@ -169,7 +169,7 @@ def default_batches(model: str, mode: str, gpu: bool) -> tuple[int, ...]:
         return CPU_BATCHES if mode == "inference" else CPU_BATCHES[1:]
     table = {"train": TRAIN_BATCH, "inference": INFERENCE_BATCH}.get(mode, {})
     size = re.split(r"[-/@]", model.partition("-")[2])[0]
-    batch = table.get(size, OTHER_BATCH)
+    batch = table.get(size, OTHER_BATCH) // (2 if model.startswith("Swin") else 1)  # whose first maps are large
     image = re.search(r"@(\d+)", model)
     if image and int(image[1]) > 224:  # as many pixels, rounded down to a power of two
         batch = max(2 ** int(math.log2(batch * (224 / int(image[1])) ** 2)), 1)
