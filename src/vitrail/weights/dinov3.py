@@ -62,9 +62,10 @@ GATED = {
 IGNORED = {
     "facebook": ("mask_token", "rope_embed.periods", "*.bias_mask", "local_cls_norm.*", "projectors.*"),
     "timm": (),
-    "huggingface": ("embeddings.mask_token",),
+    "huggingface": ("embeddings.mask_token", "embeddings.register_tokens"),
 }
-"""The token of masked patches, fixed values, and parts for training: the norm of local crops, EUPE's projections."""
+"""The token of masked patches, fixed values, and parts for training: the norm of local crops, EUPE's projections.
+transformers' register tokens are unused only if the model has none."""
 HEADS = {4096: 32, 1536: 24}
 """Width -> number of heads, where a file does not store it; else heads have 64 channels."""
 FIXED: dict[str, Any] = {"position": "rope-2d", "norm_eps": 1e-5, "uncovered": "refuse"}
@@ -260,7 +261,7 @@ def unsupported_parts(library: Library, info: ModelInfo) -> list[str]:
     parts = {
         f"{config.position} positions (DINOv3 has rotary ones)": config.position != "rope-2d",
         "an image whose border is not covered by patches": config.uncovered == "ignore",
-        "a network without registers": not config.num_registers,
+        "a network without registers": not config.num_registers and library != "huggingface",
         "a network without LayerScale": config.layer_scale is None,
         "a network without a class token": not config.class_token,
         "a distillation token": config.distilled,
@@ -368,12 +369,14 @@ def write_timm(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overw
 def write_huggingface(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:
     """Write a folder for `DINOv3ViTModel.from_pretrained`."""
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    mask = torch.zeros_like(tensors["embeddings.cls_token"])
+    unused = {"embeddings.mask_token": torch.zeros_like(tensors["embeddings.cls_token"])}
+    if not as_vit(info.config).num_registers:
+        unused["embeddings.register_tokens"] = unused["embeddings.mask_token"][:, :0]
     sidecars = {
         "config.json": huggingface_json(info) | {"torch_dtype": dtype},
         "preprocessor_config.json": processor.preprocessor_json(info.preprocess, "vit"),
     }
-    write_folder(path, {**tensors, "embeddings.mask_token": mask}, sidecars, overwrite)
+    write_folder(path, {**tensors, **unused}, sidecars, overwrite)
 
 
 def _format(library: Library, infer: Any, write: Any, **options: Any) -> Format:
