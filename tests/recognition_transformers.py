@@ -44,6 +44,14 @@ SWIN: dict[str, Any] = {
     "num_heads": [2, 4],
     "window_size": 4,
 }
+TIPSV2: dict[str, Any] = {
+    "image_size": 28,
+    "patch_size": 14,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "mlp_ratio": 2,
+}
 SUPPORTED = {name: peer for name, peer in PEERS.items() if name != "vit, tanh, no qkv bias"} | {
     "deit": Peer("DeiTForImageClassification", "DeiTConfig", VIT, logits),
     "deit, bare": Peer("DeiTModel", "DeiTConfig", VIT, mean_of_two_tokens),
@@ -55,6 +63,8 @@ SUPPORTED = {name: peer for name, peer in PEERS.items() if name != "vit, tanh, n
     "swin v2": Peer("Swinv2Model", "Swinv2Config", SWIN, pooled),
     "swin v2, head": Peer("Swinv2ForImageClassification", "Swinv2Config", SWIN | {"num_labels": 5}, logits),
     "dinov3": Peer("DINOv3ViTModel", "DINOv3ViTConfig", BASE | {"num_register_tokens": 4}, pooled),
+    "tipsv2": Peer("Tipsv2VisionModel", "Tipsv2VisionConfig", TIPSV2, pooled),
+    "tipsv2, swiglu": Peer("Tipsv2VisionModel", "Tipsv2VisionConfig", TIPSV2 | {"use_swiglu_ffn": True}, pooled),
     "dpt": Peer("DPTModel", "DPTConfig", VIT, pooled),
     "maskformer swin": Peer("MaskFormerSwinModel", "MaskFormerSwinConfig", SWIN, pooled),
     "flava": Peer("FlavaImageModel", "FlavaImageConfig", VIT, pooled),
@@ -84,7 +94,6 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "Aimv2Model": ("AIMv2", {"vision_config": SMALL, "text_config": TEXT_CONFIG}),
     "MLCDVisionModel": ("MLCD", SMALL),
     "PixioModel": ("pixio|Pixio", SMALL),
-    "Tipsv2VisionModel": ("tipsv2|TIPSv2", SMALL),
     "YolosModel": ("yolos|YOLOS", SMALL | {"image_size": [32, 32]}),
     "VitDetModel": ("vitdet|ViTDet", SMALL | {"use_relative_position_embeddings": True, "window_block_indices": []}),
     "VitPoseBackbone": ("vitpose|ViTPose", SMALL | {"image_size": [32, 32], "patch_size": [8, 8]}),

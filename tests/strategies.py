@@ -59,7 +59,9 @@ def vit_configs(draw: st.DrawFn, positions: tuple[str, ...] = (), hybrids: bool 
         ),
         "position_on_class": draw(st.booleans()),
         "position_init_std": draw(st.sampled_from([0.02, 0.1])),
-        "resample": draw(st.sampled_from(["google", "timm", "timm-npz", "huggingface", "torchvision", "dinov2"])),
+        "resample": draw(
+            st.sampled_from(["google", "timm", "timm-npz", "huggingface", "torchvision", "dinov2", "tipsv2"])
+        ),
         "rope_base": draw(st.sampled_from([100.0, 10000.0])),
         "norm": draw(st.sampled_from(["layer", "layer", "rms"])),
         "norm_eps": draw(EPSILONS),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from vitrail.bench.cases import OWN, PRODUCT, Case, Request, full_name, plan
-from vitrail.bench.libraries import LIBRARIES
 from vitrail.errors import ConfigError
 
 
@@ -19,9 +18,18 @@ def test_a_gpu_run_compares_all_libraries_compiled_in_bfloat16_the_base_model_fi
     ]
     for group in groups:
         *cases, product = group.cases
-        assert [case.library for case in cases] == [OWN, *LIBRARIES]
+        assert [case.library for case in cases] == [OWN, "timm", "torchvision", "transformers", "vit-pytorch"]
         assert {(case.compile, case.precision) for case in cases} == {("default", "bfloat16")}
         assert (product.library, product.precision) == (PRODUCT, "bfloat16")
+
+
+def test_swin_and_large_images_have_smaller_batches():
+    names = ("Swin-T", "Swin-B", "Swin-B@384", "DINOv3-L/16", "DINOv3-L/16@768")
+    groups = plan(Request(models=names), "cuda", bfloat16=True)
+    assert [g.batch_size for g in groups] == [256, 512, 128, 256, 32, 64, 128, 256, 8, 16]
+    [swin, *_], [dinov3, *_] = groups, groups[-2:]
+    assert [c.library for c in swin.cases] == [OWN, "timm", "timm-fused", "torchvision", "transformers", PRODUCT]
+    assert [c.library for c in dinov3.cases] == [OWN, "timm", "transformers", PRODUCT]
 
 
 def test_latency_on_a_gpu_uses_cuda_graphs_for_all_and_waits_for_each_image():

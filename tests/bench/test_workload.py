@@ -9,7 +9,14 @@ import torch
 from conftest import import_peer, need_extra
 
 from vitrail.bench.cases import OWN, PRODUCT, Case
-from vitrail.bench.libraries import LIBRARIES, import_library, network_config, peer_network, random_network
+from vitrail.bench.libraries import (
+    LIBRARIES,
+    import_library,
+    libraries_for,
+    network_config,
+    peer_network,
+    random_network,
+)
 from vitrail.bench.measurement import MAX_ERROR
 from vitrail.bench.workload import PRODUCT_SIDE, make_workload, relative_error
 from vitrail.models.flops import count_flops
@@ -18,20 +25,40 @@ TINY = Case(library=OWN, model="ViT-Ti/16@32", batch_size=3, changes={"depth": 2
 FLOPS = 3 * count_flops(network_config("ViT-Ti/16@32", {"depth": 2}))
 
 
+SMALL_SWIN = {"width": 16, "depths": (2, 2), "num_heads": (1, 2), "window_size": 4}
+NETWORKS = {
+    "ViT-Ti/16@32": {"depth": 2},
+    "DINOv3-S/16@32": {"depth": 2},
+    "Swin-T@64": SMALL_SWIN,
+    "SwinV2-T@64": SMALL_SWIN,
+}
+PAIRS = [(model, name) for model in NETWORKS for name in libraries_for(model) if LIBRARIES[name].same_function]
+
+
 @pytest.mark.peer
-@pytest.mark.parametrize("name", [name for name, library in LIBRARIES.items() if library.same_function])
-def test_peers_compute_the_function_of_our_network(name: str):
+@pytest.mark.parametrize(("model", "name"), PAIRS)
+def test_peers_compute_the_function_of_our_network(model: str, name: str):
     import_peer(LIBRARIES[name].module)
-    ours, info = random_network(network_config(TINY.model, TINY.changes))
+    ours, info = random_network(network_config(model, NETWORKS[model]))
     library, version = import_library(name)
-    images = torch.randn(2, 3, 32, 32)
+    images = torch.randn(2, 3, *info.config.image_size)
     with torch.no_grad():
-        assert relative_error(peer_network(library, ours, info)(images), ours(images)) < 1e-5
+        logits, spread = ours(images), ours(torch.randn_like(images))
+        assert relative_error(peer_network(library, ours, info)(images), logits) < 1e-5
+        assert relative_error(spread, logits) > 1e-3, "the logits do not depend on the image"
     assert version
 
 
+def test_each_network_is_compared_with_the_libraries_that_have_it():
+    """timm-fused is timm with a switch that only Swin Transformers (V1) need; torchvision has no rotary positions."""
+    vits, swins = {"timm", "torchvision", "transformers"}, {"timm", "timm-fused", "torchvision", "transformers"}
+    assert [set(libraries_for(name)) for name in ("B/16", "ViT-B/16", "Swin-T", "SwinV2-B", "DINOv3-L/16@768")] == [
+        set(LIBRARIES), {*vits, "vit-pytorch"}, swins, swins - {"timm-fused"}, {"timm", "transformers"},
+    ]  # fmt: skip
+
+
 @pytest.mark.peer
-@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("name", libraries_for(TINY.model))
 @pytest.mark.parametrize("work", ["forward", "train"])
 def test_peers_are_measured_and_checked(name: str, work: str):
     import_peer(LIBRARIES[name].module)

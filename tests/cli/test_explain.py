@@ -10,7 +10,7 @@ import pytest
 from small_models import gradient, model, small
 
 from vitrail.cli.explain import stems
-from vitrail.config import BiTConfig
+from vitrail.config import BiTConfig, SwinConfig
 
 
 @pytest.fixture
@@ -99,6 +99,19 @@ def test_network_without_attention_supports_only_occlusion(vitrail, bit, image, 
         assert vitrail("explain", image, "-m", bit, "-o", tmp_path / "out", *option).status == 1
     result = vitrail("explain", image, "-m", bit, "-o", tmp_path / "out", "--format", "npz")
     assert result.status == 0
+
+
+def test_layers_and_queries_of_a_swin_transformer_are_shown(vitrail, image, tmp_path):
+    sizes = {"image_size": 32, "width": 8, "depths": (2, 2), "num_heads": (1, 2), "window_size": 4, "num_classes": 5}
+    model(SwinConfig(**sizes), family="Swin").save(tmp_path / "swin")
+    start = ("explain", image, "-m", tmp_path / "swin", "-o", tmp_path / "out")
+    result = vitrail(*start, "--layer", "1,-1", "--query", "3,2")
+    assert result.status == 0
+    assert [Path(line).name for line in result.out.splitlines()[1:]] == [
+        "one-overview.png", "one-layers.png", "one-heads-1.png", "one-heads-4.png",
+    ]  # fmt: skip
+    result = vitrail(*start, "--layer", 5)
+    assert result.errors == ["there is no layer 5: this network has layers 1 to 4 (or -1, the last, to -4)."]
 
 
 def test_all_figures_of_a_model_are_saved(vitrail, weights, photos, tmp_path):

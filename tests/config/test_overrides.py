@@ -127,3 +127,10 @@ RUN = TrainConfig(model=ViTConfig(image_size=32, patch_size=4, num_classes=0))
 def test_invalid_overrides_are_errors_with_suggestions(config: Config, assignment: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         override(config, [assignment])
+
+
+def test_a_word_for_a_group_of_settings_is_explained() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model is a group of settings such as model\.image_size=\.\.\., got 'Swin-T'"
+    ):
+        override(RECIPES["digits"](), ["model=Swin-T"])

@@ -261,6 +261,10 @@ PARITY_TESTS = {
         "timm": f"{W}/test_timm.py::resnetv2_50x1_bit",
         "transformers": "tests/transformers_peers.py::BitForImageClassification",
     },
+    "TIPSv2": {
+        "timm": f"{W}/test_tipsv2.py::vit_base_patch14_reg1_tipsv2",
+        "transformers": f"{W}/test_tipsv2.py::Tipsv2VisionModel",
+    },
     "DINOv3": {
         "golden": f"{W}/test_dinov3.py::golden_values",
         "timm": f"{W}/test_dinov3.py::vit_small_patch16_dinov3",
@@ -278,8 +282,8 @@ PARITY_TESTS = {
 
 
 def test_every_verified_against_claim_has_a_test() -> None:
-    assert {v.family for v in PUBLISHED_MODELS} | {"IJEPA"} == set(FAMILIES) == set(PARITY_TESTS), (
-        "I-JEPA's files are read by path"
+    assert {v.family for v in PUBLISHED_MODELS} | {"IJEPA", "TIPSv2"} == set(FAMILIES) == set(PARITY_TESTS), (
+        "I-JEPA's and TIPSv2's files are read by path"
     )
     for name, family in FAMILIES.items():
         claims = {claim.split()[0] for claim in family.verified_against.split("; ")}

@@ -82,7 +82,7 @@ def test_bicubic_conventions_match_their_definitions(
 
 def test_resampling_conventions_differ() -> None:
     table = torch.randn(14, 14, 32)
-    results = {name: resample(table, (24, 18), name) for name in RESAMPLE_ARGS}
+    results = {name: resample(table, (24, 9), name) for name in RESAMPLE_ARGS}  # antialiasing shows at fewer columns
     for first in results:
         for second in results:
             assert first == second or relative(results[first], results[second]) > 0.005, (first, second)

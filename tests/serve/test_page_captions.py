@@ -84,6 +84,19 @@ def test_the_color_scale_has_the_values_of_its_ends(open_page: OpenPage, cifar10
     expect(page.locator("figcaption .color-scale")).to_have_count(0)
 
 
+def test_small_shares_have_two_digits(open_page: OpenPage) -> None:
+    """A Swin Transformer's maps have thousands of patches: each contributes a fraction of a tenth of a percent."""
+    page = open_page()
+    script = """async (values) => {
+        const { share } = await import('/static/formatting.js');
+        return values.map(share);
+    }"""
+    shares = [0, 3.2e-4, 0.00128, 0.0064, 0.0123, 0.5]
+    assert [text.replace("\u00a0", " ") for text in page.evaluate(script, shares)] == [
+        "0", "0.032 %", "0.13 %", "0.64 %", "1.2 %", "50 %",
+    ]  # fmt: skip
+
+
 def test_zero_and_negative_values_are_described(open_page: OpenPage) -> None:
     page = wait_until_explained(open_page())
     script = """async ([mapName, values, isMaximum = false]) => {

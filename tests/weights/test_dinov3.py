@@ -193,6 +193,7 @@ def test_bare_files_of_timm_need_the_pooling(tmp_path: Path) -> None:
         {"query_bias": False, "value_bias": False},
         {"key_bias": True},
         {"rope_theta": 1000.0, "layer_norm_eps": 1e-6},
+        {"num_register_tokens": 0},  # the default of transformers' config
     ],
 )
 def test_transformers_models_are_read_and_written(options: dict[str, Any], tmp_path: Path) -> None:

@@ -70,8 +70,17 @@ def _set_up(case: Case) -> tuple[Workload | None, Reply]:
         load = make_workload(case)
     except Exception as error:
         return None, _failure(error)
+    _free_gpu_memory(case)
     reply = {"flops": load.flops, "compile_s": load.compile_s, "error": load.error, "version": load.version}
     return load, reply | {"top1": load.top1, "chosen": load.chosen, "setup_s": time.perf_counter() - start}
+
+
+def _free_gpu_memory(case: Case) -> None:
+    """Give back the memory of activations: it is for the next process."""
+    if case.device != "cpu":
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 def _failure(error: Exception) -> Reply:
@@ -137,10 +146,7 @@ class TurnTimer:
 
     def _reply(self, step_s: float, cpu_s: float) -> Reply:
         self.peak_bytes = max(self.peak_bytes, self._peak())
-        if self.case.device != "cpu":
-            import torch
-
-            torch.cuda.empty_cache()  # the memory of activations is for the next process
+        _free_gpu_memory(self.case)
         return {"step_s": step_s, "cpu_s": cpu_s, "peak_bytes": self.peak_bytes}
 
     def _wait(self) -> None:

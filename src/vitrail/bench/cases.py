@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
@@ -16,9 +18,9 @@ PRODUCT = "matrix product"
 """Library of the case that measures the rate of a large matrix product."""
 EXPORT_ENGINES = ("onnxruntime", "openvino")
 
-# Size -> batch size on a GPU: those of numbers that are published for one H200.
-TRAIN_BATCH = {"S": 512, "B": 256, "L": 128, "H": 64}
-INFERENCE_BATCH = {"S": 1024, "B": 512, "L": 256, "H": 256}
+# Size -> batch size on a GPU for images of 224 px: those of numbers that are published for one H200.
+TRAIN_BATCH = {"T": 512, "S": 512, "B": 256, "L": 128, "H": 64}
+INFERENCE_BATCH = {"T": 1024, "S": 1024, "B": 512, "L": 256, "H": 256}
 OTHER_BATCH = 64
 CPU_BATCHES = (1, 16)
 
@@ -60,7 +62,8 @@ class Case:
         words = parts.get(self.work, [])
         words += ["eager" if self.compile is None else "compiled"]
         words += [self.compile] if self.compile not in (None, "default") else []
-        words += ["sdpa"] if self.library == "transformers" else []
+        words += ["sdpa"] if self.library == "transformers" and "SwinV2" not in self.model else []
+        words += ["experimental fused attention"] if self.library == "timm-fused" else []
         words += ["fused AdamW"] if self.work == "train" else []
         return ", ".join(words)
 
@@ -134,11 +137,10 @@ class Request:
 
 def plan(request: Request, device: str, bfloat16: bool) -> list[Group]:
     """The groups of a request, the most telling first. `device` is resolved; `bfloat16`: the device computes in it."""
-    from vitrail.bench.libraries import LIBRARIES
+    from vitrail.bench.libraries import LIBRARIES, libraries_for
 
     gpu = device != "cpu"
-    against = request.against if request.against is not None else tuple(LIBRARIES) if gpu else ("timm",)
-    for name in against:
+    for name in request.against or ():
         if name not in LIBRARIES:
             raise ConfigError(f"unknown library {name!r}{did_you_mean(name, LIBRARIES)}")
     modes = request.modes or (("train", "inference") if gpu else ("inference",))
@@ -151,6 +153,8 @@ def plan(request: Request, device: str, bfloat16: bool) -> list[Group]:
     groups = []
     for model in request.models or (("B/16", "L/16", "S/16", "H/14") if gpu else ("Ti/16", "B/16")):
         name = full_name(model)
+        found = request.against if request.against is not None else libraries_for(name)
+        against = found if gpu or request.against is not None else tuple(n for n in found if n == "timm")
         for mode in modes:
             for batch_size in request.batch_sizes or default_batches(name, mode, gpu):
                 base = Case(library=OWN, model=name, batch_size=batch_size, device=device)
@@ -164,8 +168,12 @@ def default_batches(model: str, mode: str, gpu: bool) -> tuple[int, ...]:
     if not gpu:
         return CPU_BATCHES if mode == "inference" else CPU_BATCHES[1:]
     table = {"train": TRAIN_BATCH, "inference": INFERENCE_BATCH}.get(mode, {})
-    size = model.partition("-")[2].partition("/")[0]
-    return (table.get(size, OTHER_BATCH),)
+    size = re.split(r"[-/@]", model.partition("-")[2])[0]
+    batch = table.get(size, OTHER_BATCH) // (2 if model.startswith("Swin") else 1)  # whose first maps are large
+    image = re.search(r"@(\d+)", model)
+    if image and int(image[1]) > 224:  # as many pixels, rounded down to a power of two
+        batch = max(2 ** int(math.log2(batch * (224 / int(image[1])) ** 2)), 1)
+    return (batch,)
 
 
 def full_name(model: str) -> str:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vitrail.config import NetConfig, ViTConfig, pair
+from vitrail.bench import peer_networks as peers
+from vitrail.bench.peer_networks import is_plain_vit, is_swin, is_vit
+from vitrail.config import NetConfig, SwinConfig, ViTConfig
 from vitrail.errors import ConfigError, NotFoundError
 from vitrail.models import Net, build
 from vitrail.models.model_names import config_from_name
-from vitrail.weights import checkpoint
 from vitrail.weights.family_defaults import default_preprocess
 from vitrail.weights.locate import locate
 from vitrail.weights.model_info import ModelInfo
@@ -31,85 +30,21 @@ class Library:
     """Another library: its module, and the function that builds its network with the weights of ours."""
 
     module: str
-    build: Callable[[Net, ModelInfo, ViTConfig], nn.Module]
+    build: Callable[[Net, ModelInfo], nn.Module]
+    has: Callable[[NetConfig], bool] = is_plain_vit
+    """Whether the library has such a network, and it is built here."""
     same_function: bool = True
     """Whether that network computes what ours does."""
 
 
-def _timm(ours: Net, info: ModelInfo, config: ViTConfig) -> nn.Module:
-    import timm
-
-    net = timm.create_model(
-        "vit_base_patch16_224", img_size=pair(config.image_size), patch_size=pair(config.patch_size),
-        embed_dim=config.width, depth=config.depth, num_heads=config.num_heads, num_classes=config.num_classes,
-        mlp_ratio=config.mlp_dim / config.width,
-    )  # fmt: skip
-    return _with_weights(net, "timm", ours, info)
-
-
-def _torchvision(ours: Net, info: ModelInfo, config: ViTConfig) -> nn.Module:
-    from torchvision.models import VisionTransformer
-
-    net = VisionTransformer(
-        image_size=_side(config.image_size), patch_size=_side(config.patch_size), num_layers=config.depth,
-        num_heads=config.num_heads, hidden_dim=config.width, mlp_dim=config.mlp_dim, num_classes=config.num_classes,
-    )  # fmt: skip
-    return _with_weights(net, "torchvision", ours, info)
-
-
-def _with_weights(net: nn.Module, to: str, ours: Net, info: ModelInfo) -> nn.Module:
-    """Load the weights of our network, under the names of another library's format."""
-    tensors = checkpoint.format_for(to, info).table(info.config).write(ours.state_dict(), info.config)
-    net.load_state_dict(tensors)
-    return net
-
-
-class Logits(nn.Module):
-    """A network of transformers with plain logits as its output."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.net(images).logits
-        return logits
-
-
-def _transformers(ours: Net, info: ModelInfo, config: ViTConfig) -> nn.Module:
-    from transformers import ViTForImageClassification
-
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint.write(ours, info, Path(folder) / "model", to="huggingface", approximate=True)
-        net = ViTForImageClassification.from_pretrained(
-            Path(folder) / "model", attn_implementation="sdpa", dtype=torch.float32
-        )
-    return Logits(net)
-
-
-def _vit_pytorch(ours: Net, info: ModelInfo, config: ViTConfig) -> nn.Module:
-    from vit_pytorch import ViT
-
-    return ViT(
-        image_size=_side(config.image_size), patch_size=_side(config.patch_size), num_classes=config.num_classes,
-        dim=config.width, depth=config.depth, heads=config.num_heads, mlp_dim=config.mlp_dim,
-        dim_head=config.width // config.num_heads,
-    )  # fmt: skip
-
-
 LIBRARIES: Mapping[str, Library] = {
-    "timm": Library("timm", _timm),
-    "torchvision": Library("torchvision", _torchvision),
-    "transformers": Library("transformers", _transformers),
-    "vit-pytorch": Library("vit_pytorch", _vit_pytorch, same_function=False),
+    "timm": Library("timm", peers.timm_network, lambda config: is_swin(config) or is_vit(config)),
+    "timm-fused": Library("timm", peers.timm_fused_network, lambda c: isinstance(c, SwinConfig) and c.version == 1),
+    "torchvision": Library("torchvision", peers.torchvision_network, lambda c: is_swin(c) or is_plain_vit(c)),
+    "transformers": Library("transformers", peers.transformers_network, lambda c: is_swin(c) or is_vit(c)),
+    "vit-pytorch": Library("vit_pytorch", peers.vit_pytorch_network, same_function=False),
 }
-
-
-def _side(size: Any) -> int:
-    height, width = pair(size)
-    if height != width:
-        raise ConfigError(f"got {height} x {width}; this library has square images and patches only.")
-    return height
+"""timm-fused: timm with the switch for its experimental fused attention, which its Swin Transformers (V1) need."""
 
 
 class MissingLibrary(Exception):
@@ -169,25 +104,51 @@ def check_model(model: str) -> None:
 
 
 def network_config(model: str, changes: Mapping[str, Any]) -> NetConfig:
-    """The config of a name, with the exact GELU, which all peers use."""
+    """The config of a name, with the exact GELU, which all peers use, and with a head."""
     config = config_from_name(model)
-    same = {"activation": "gelu"} if isinstance(config, ViTConfig) and config.activation == "gelu-tanh" else {}
+    same: dict[str, Any] = {}
+    if isinstance(config, ViTConfig) and config.activation == "gelu-tanh":
+        same["activation"] = "gelu"
+    if not config.num_classes:
+        same["num_classes"] = 1000
     return config.replace(**same, **{key: tuple(v) if isinstance(v, list) else v for key, v in changes.items()})
 
 
+@torch.no_grad()
 def random_network(config: NetConfig) -> tuple[Net, ModelInfo]:
-    """A network with random weights, the same in every process."""
+    """A network with random weights, the same in every process.
+
+    What starts at zero, or almost, would hide differences: heads are random, and the scales of branches are 1.
+    """
     net = build(config, seed=0)
     head = getattr(net, "head", None)
     if isinstance(head, nn.Linear):
         nn.init.normal_(head.weight, std=HEAD_STD, generator=torch.Generator().manual_seed(0))
-    family = "ViT" if isinstance(config, ViTConfig) else "BiT"
-    return net.eval(), ModelInfo(config=config, preprocess=default_preprocess(family, config, "timm"))
+    for name, parameter in net.named_parameters():
+        if name.endswith((".scale1", ".scale2", ".norm1.weight", ".norm2.weight")):
+            nn.init.ones_(parameter)
+    return net.eval(), ModelInfo(config=config, preprocess=default_preprocess(_family(config), config, "timm"))
+
+
+def _family(config: NetConfig) -> str:
+    if isinstance(config, SwinConfig):
+        return "Swin" if config.version == 1 else "SwinV2"
+    if isinstance(config, ViTConfig):
+        return "DINOv3" if config.position == "rope-2d" else "ViT"
+    return "BiT"
+
+
+def libraries_for(model: str) -> tuple[str, ...]:
+    """The libraries that have a network of this name; all of them for a checkpoint."""
+    if not is_model_name(model):
+        return tuple(LIBRARIES)
+    config = network_config(model, {})
+    return tuple(name for name, library in LIBRARIES.items() if library.has(config))
 
 
 def peer_network(library: Library, ours: Net, info: ModelInfo) -> nn.Module:
     """A peer's network with the weights of ours."""
-    if not isinstance(info.config, ViTConfig):
-        raise ConfigError("the other libraries are compared with ViTs only.")
+    if not library.has(info.config):
+        raise ConfigError(f"{library.module} has no such network, or vitrail cannot build it there.")
     torch.manual_seed(0)
-    return library.build(ours, info, info.config).eval()
+    return library.build(ours, info).eval()

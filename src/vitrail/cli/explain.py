@@ -58,13 +58,13 @@ def explain(
     options = loading.load_options
     paths, _ = find_images(images)
     vit = open_model(model, require_classes=False, labels=labels, **options)
-    from vitrail.explain.attention import layer_index, parse_query, require_attention
+    from vitrail.explain.attention import layer_index, parse_query
     from vitrail.explain.canvas import check_formats
 
     check_formats(endings)
     if layer is not None:  # report a wrong number before any work is done
         for number in layers:
-            layer_index(require_attention(vit.net), number)
+            layer_index(vit.net, number)
 
     rows: list[dict[str, Any]] = []
     failed = 0

@@ -10,7 +10,7 @@ from vitrail.errors import ConfigError
 
 PositionKind = Literal["none", "learned-1d", "learned-2d", "relative", "sincos-2d", "rope-2d"]
 PositionPlace = Literal["stem", "layers", "shared"]
-Resample = Literal["google", "timm", "timm-npz", "huggingface", "torchvision", "dinov2"]
+Resample = Literal["google", "timm", "timm-npz", "huggingface", "torchvision", "dinov2", "tipsv2"]
 Pool = Literal["token", "gap", "map", "token+gap", "coca"]
 Activation = Literal["gelu", "gelu-tanh", "gelu-quick", "swiglu"]
 

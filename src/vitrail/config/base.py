@@ -103,6 +103,10 @@ def _coerce_field(cls: type, name: str, kind: Any, value: Any) -> Any:
             *most, last = *words, *options
             hint = f"; expected {', '.join(most)} or {last}."
         raise ConfigError(f"{cls.__name__}.{name}={value!r} is not a valid value{hint}")
+    groups = [k for k in get_args(kind) or (kind,) if isinstance(k, type) and issubclass(k, Config)]
+    if groups and isinstance(value, str):
+        first = next(iter(field_types(groups[0])))
+        raise ConfigError(f"{cls.__name__}.{name} is a group of settings such as {name}.{first}=..., got {value!r}.")
     raise ConfigError(f"{cls.__name__}.{name} expects {_type_name(kind)}, got {value!r}.")
 
 

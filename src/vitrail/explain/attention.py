@@ -123,9 +123,9 @@ def require_attention(net: Net) -> ViT:
     return net
 
 
-def layer_index(net: ViT, layer: int) -> int:
-    """1-based layer number, or negative from the end -> 0-based index."""
-    depth = len(net.blocks)
+def layer_index(net: Net, layer: int) -> int:
+    """1-based number of a layer with attention, or negative from the end -> 0-based index."""
+    depth = net.config.depth if isinstance(net, Swin) else len(require_attention(net).blocks)
     if not 1 <= abs(layer) <= depth:
         raise ModelError(
             f"there is no layer {layer}: this network has layers 1 to {depth} (or -1, the last, to -{depth})."

@@ -1,16 +1,17 @@
 """Explanations of Swin Transformers: attention inside windows, drawn on the grid of patches of the first stage.
 
 Stages have maps of different sizes. A weight of a token of a later map is shared equally among the tokens of the first
-map that were merged into it, so that sums are kept. Attention to padding is dropped, and rows are normalized again.
+map that were merged into it. Where the side of a map is odd, merging pads it: the share of padding is dropped, and the
+map is normalized to the same sum, so that equal weights give an even map. Attention to padding is dropped likewise.
 
 Rollout, as for a ViT, multiplies a factor for each block and merge, from the last to the first:
 
     block   (A + I) / 2, where A is the mean over heads, zero for tokens in different windows
-    merge   the mean of the (at most four) tokens that are merged
+    merge   a quarter of each of the four tokens that are merged; nothing for padding
 
-and takes the mean of the rows of the last map, whose tokens are averaged for the head. Gradient-weighted rollout uses
-I + A' for the blocks, with A' as in `gradient.py`. Only this row is computed, from the last block down: no matrix
-between all tokens of a map is needed.
+and takes the mean of the rows of the last map, whose tokens are averaged for the head, normalized to the sum 1.
+Gradient-weighted rollout uses I + A' for the blocks, with A' as in `gradient.py`, and is not normalized. Only this row
+is computed, from the last block down: no matrix between all tokens of a map is needed.
 """
 
 from __future__ import annotations
@@ -64,22 +65,30 @@ class WindowedAttention:
 
 
 def unmerge(row: Tensor, grid: Grid) -> Tensor:
-    """... h' w' -> ... h w: share the weight of each merged token among the tokens that it was merged from."""
-    shares = row
+    """... h' w' -> ... h w: share the weight of each merged token among the tokens that it was merged from.
+
+    Padding beyond the odd side of a map gets its share too, which is lost.
+    """
+    shares = row / 4
     for axis, side in ((-2, grid[0]), (-1, grid[1])):
-        counts = torch.full((shares.shape[axis],), 2.0, device=row.device, dtype=row.dtype)
-        counts[-1] -= side % 2
-        shares = shares / counts.view(-1, *(1,) * (-axis - 1))
         shares = shares.repeat_interleave(2, axis).narrow(axis, 0, side)
     return shares
 
 
+def with_sum(values: Tensor, total: Tensor | float) -> Tensor:
+    """... h w, scaled so that each map has this sum, ... or a number."""
+    found = values.sum((-1, -2), keepdim=True)
+    return values * (
+        torch.as_tensor(total).to(values)[..., None, None] / found.clamp(min=torch.finfo(values.dtype).tiny)
+    )
+
+
 def on_patches(row: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-    """... T of the last of these maps -> ... h w of the first one."""
+    """... T of the last of these maps -> ... h w of the first one, with the same sum."""
     shares = row.unflatten(-1, grids[-1])
     for grid in reversed(grids[:-1]):
         shares = unmerge(shares, grid)
-    return shares
+    return with_sum(shares, row.sum(-1))
 
 
 @dataclass(frozen=True)
@@ -175,7 +184,7 @@ class SwinExplainer:
             row = (row.to(layer.weights) + layer.rows(row)[:, 0]) / 2
             if below is not None and below.stage != layer.stage:
                 row = unmerge(row.unflatten(1, layer.grid), below.grid).flatten(1)
-        return row.unflatten(1, self.grids[0])
+        return with_sum(row.unflatten(1, self.grids[0]), 1.0)
 
     def relevance(self, targets: Tensor) -> Tensor:
         """B class indices -> B h w: gradient-weighted rollout. Each block is computed again for its backward pass."""

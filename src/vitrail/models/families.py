@@ -122,6 +122,12 @@ FAMILIES: dict[str, Family] = {
         eval_image_size=224,
         verified_against="timm; transformers",
     ),
+    "TIPSv2": Family(
+        "TIPSv2's image towers (Google 2026)",
+        {"activation": "gelu", "resample": "tipsv2", "num_classes": 0, "layer_scale": 1.0, "num_registers": 1},
+        preprocess=PreprocessConfig(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)),
+        verified_against="timm; transformers",
+    ),
     "DINOv3": Family(
         "DINOv3 (Siméoni et al. 2025), EUPE, LingBot-Vision",
         {

@@ -32,6 +32,7 @@ RESAMPLE_ARGS: dict[str, dict[str, Any]] = {
     "timm-npz": {"mode": "bilinear"},  # timm reading Google's files
     "huggingface": {"mode": "bicubic"},
     "torchvision": {"mode": "bicubic", "align_corners": True},
+    "tipsv2": {"mode": "bilinear", "antialias": True},
     "dinov2": {"mode": "bicubic", "offset": 0.1},  # and DINO: the scale is a little too large
 }
 """Library -> arguments of torch.nn.functional.interpolate that reproduce how it resamples position embeddings."""

@@ -32,6 +32,7 @@ from vitrail.weights.sidecars import stated_model
 from vitrail.weights.size_limits import check_names, check_sizes
 from vitrail.weights.timm import TIMM_FORMAT
 from vitrail.weights.timm_swin import TIMM_SWIN
+from vitrail.weights.tipsv2 import TIPSV2
 from vitrail.weights.torchvision import TORCHVISION
 from vitrail.weights.torchvision_swin import TORCHVISION_SWIN
 from vitrail.weights.unsupported import reject_architecture, reject_tensors
@@ -39,6 +40,7 @@ from vitrail.weights.unsupported import reject_architecture, reject_tensors
 FORMATS: tuple[Format, ...] = (
     NATIVE,
     *dinov3.FORMATS,
+    TIPSV2,
     FACEBOOK,
     TIMM_FORMAT,
     HUGGINGFACE,

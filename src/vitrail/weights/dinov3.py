@@ -19,12 +19,11 @@ from torch import Tensor
 from vitrail.config import PreprocessConfig, ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.models.position import rotary_periods
-from vitrail.storage.atomic_write import new_folder, write_json
 from vitrail.weights import huggingface_preprocess as processor
 from vitrail.weights import timm_config
 from vitrail.weights.archive import Archive
 from vitrail.weights.family_defaults import default_preprocess
-from vitrail.weights.format import Format, header_metadata
+from vitrail.weights.format import Format, write_folder
 from vitrail.weights.huggingface_config import BACKBONES, HuggingFaceConfig
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import (
@@ -40,7 +39,7 @@ from vitrail.weights.renaming import (
 from vitrail.weights.swin_names import IGNORED_KEY_BIAS, join
 from vitrail.weights.timm import PREFIXES
 from vitrail.weights.timm_pretrained_cfg import pretrained_cfg
-from vitrail.weights.writers import write_safetensors, write_torch
+from vitrail.weights.writers import write_torch
 
 Library = Literal["facebook", "timm", "huggingface"]
 BLOCKS = {"facebook": "blocks.{i}.", "timm": "blocks.{i}.", "huggingface": "layer.{i}."}
@@ -63,9 +62,10 @@ GATED = {
 IGNORED = {
     "facebook": ("mask_token", "rope_embed.periods", "*.bias_mask", "local_cls_norm.*", "projectors.*"),
     "timm": (),
-    "huggingface": ("embeddings.mask_token",),
+    "huggingface": ("embeddings.mask_token", "embeddings.register_tokens"),
 }
-"""The token of masked patches, fixed values, and parts for training: the norm of local crops, EUPE's projections."""
+"""The token of masked patches, fixed values, and parts for training: the norm of local crops, EUPE's projections.
+transformers' register tokens are unused only if the model has none."""
 HEADS = {4096: 32, 1536: 24}
 """Width -> number of heads, where a file does not store it; else heads have 64 channels."""
 FIXED: dict[str, Any] = {"position": "rope-2d", "norm_eps": 1e-5, "uncovered": "refuse"}
@@ -261,7 +261,7 @@ def unsupported_parts(library: Library, info: ModelInfo) -> list[str]:
     parts = {
         f"{config.position} positions (DINOv3 has rotary ones)": config.position != "rope-2d",
         "an image whose border is not covered by patches": config.uncovered == "ignore",
-        "a network without registers": not config.num_registers,
+        "a network without registers": not config.num_registers and library != "huggingface",
         "a network without LayerScale": config.layer_scale is None,
         "a network without a class token": not config.class_token,
         "a distillation token": config.distilled,
@@ -361,31 +361,22 @@ def huggingface_json(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def _write_folder(sidecars: Mapping[str, Any], path: Path, tensors: Mapping[str, Tensor], overwrite: bool) -> None:
-    """A folder of safetensors and JSON files, or one .safetensors file with the JSON files in its header."""
-    if path.suffix == ".safetensors":
-        write_safetensors(path, tensors, header_metadata(sidecars), overwrite=overwrite)
-        return
-    with new_folder(path, overwrite=overwrite) as folder:
-        write_safetensors(folder / "model.safetensors", tensors, header_metadata({}))
-        for name, values in sidecars.items():
-            write_json(folder / name, values)
-
-
 def write_timm(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:
     """Write a folder for `timm.create_model("local-dir:PATH", pretrained=True)`."""
-    _write_folder({"config.json": timm_json(info)}, path, tensors, overwrite)
+    write_folder(path, tensors, {"config.json": timm_json(info)}, overwrite)
 
 
 def write_huggingface(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:
     """Write a folder for `DINOv3ViTModel.from_pretrained`."""
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    mask = torch.zeros_like(tensors["embeddings.cls_token"])
+    unused = {"embeddings.mask_token": torch.zeros_like(tensors["embeddings.cls_token"])}
+    if not as_vit(info.config).num_registers:
+        unused["embeddings.register_tokens"] = unused["embeddings.mask_token"][:, :0]
     sidecars = {
         "config.json": huggingface_json(info) | {"torch_dtype": dtype},
         "preprocessor_config.json": processor.preprocessor_json(info.preprocess, "vit"),
     }
-    _write_folder(sidecars, path, {**tensors, "embeddings.mask_token": mask}, overwrite)
+    write_folder(path, {**tensors, **unused}, sidecars, overwrite)
 
 
 def _format(library: Library, infer: Any, write: Any, **options: Any) -> Format:

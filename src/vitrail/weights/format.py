@@ -12,9 +12,11 @@ from torch import Tensor
 
 from vitrail.config import BiTConfig, NetConfig, SwinConfig, ViTConfig
 from vitrail.errors import ConversionError
+from vitrail.storage.atomic_write import new_folder, write_json
 from vitrail.weights.archive import Archive
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import AnyConfig, RenameTable
+from vitrail.weights.writers import write_safetensors
 
 Writer = Callable[[Path, Mapping[str, Tensor], ModelInfo, bool], list[str] | None]
 """(path, tensors under the format's names, model info, overwrite) -> notes for the user, if any."""
@@ -23,6 +25,17 @@ Writer = Callable[[Path, Mapping[str, Tensor], ModelInfo, bool], list[str] | Non
 def header_metadata(sidecars: Mapping[str, Any]) -> dict[str, str]:
     """The metadata of a single safetensors file: the JSON files that a folder would hold, by file name."""
     return {"format": "pt", **{name: json.dumps(value) for name, value in sidecars.items()}}
+
+
+def write_folder(path: Path, tensors: Mapping[str, Tensor], sidecars: Mapping[str, Any], overwrite: bool) -> None:
+    """A folder of safetensors and JSON files, or one .safetensors file with the JSON files in its header."""
+    if path.suffix == ".safetensors":
+        write_safetensors(path, tensors, header_metadata(sidecars), overwrite=overwrite)
+        return
+    with new_folder(path, overwrite=overwrite) as folder:
+        write_safetensors(folder / "model.safetensors", tensors, header_metadata({}))
+        for name, values in sidecars.items():
+            write_json(folder / name, values)
 
 
 def no_parts(_: ModelInfo) -> list[str]:

@@ -81,6 +81,9 @@ BACKBONES = {
     "ijepa": Backbone("IJEPA", ("ijepa",), ("IJepaModel", "IJepaForImageClassification"), "ijepa.", norm_eps=1e-12),
     "bit": Backbone("BiT", ("bit",), ("BitModel", "BitForImageClassification"), "bit."),
     "dinov3": Backbone("DINOv3", ("dinov3_vit",), ("DINOv3ViTModel", "DINOv3ViTModel"), norm_eps=1e-5),
+    "tipsv2": Backbone(
+        "TIPSv2", ("tipsv2_vision_model", "tipsv2"), ("Tipsv2VisionModel", "Tipsv2VisionModel"), resample="tipsv2"
+    ),
     "swin": Backbone("Swin", ("swin",), ("SwinModel", "SwinForImageClassification"), "swin.", norm_eps=1e-5),
     "swinv2": Backbone(
         "SwinV2", ("swinv2",), ("Swinv2Model", "Swinv2ForImageClassification"), "swinv2.", norm_eps=1e-5
@@ -157,7 +160,7 @@ class HuggingFaceConfig:
                 f"config.json has model_type={model_type!r}, but the tensors are those of "
                 f"{' or '.join(backbone.model_types)}: the files belong to different models."
             )
-        fields = _vision_part(content) if backbone.family in ("CLIP", "SigLIP") else content
+        fields = _vision_part(content) if backbone.family in ("CLIP", "SigLIP", "TIPSv2") else content
         return cls(
             backbone,
             fields,

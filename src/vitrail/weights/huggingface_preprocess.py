@@ -24,6 +24,7 @@ PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
     "CLIP": {**_CLIP, **_CROP},
     "Bit": {**_CLIP, **_CROP},
     "DINOv3ViT": {**_IMAGENET, "size": {"height": 224, "width": 224}, "resample": 2},
+    "Tipsv2": {**_HALF, "size": {"height": 448, "width": 448}, "resample": 2, "do_normalize": False},
     "Siglip": {**_HALF, "size": {"height": 224, "width": 224}, "resample": 3},
 }
 """Defaults of each image processor class for values that the file omits."""

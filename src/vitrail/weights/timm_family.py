@@ -27,6 +27,7 @@ SUPPORTED_ARCHS = re.compile(
 """timm architectures that vitrail supports: the plain VisionTransformer, DeiT, hybrids, BiT and Swin."""
 FAMILY_WORDS = (
     ("dinov3", "DINOv3"),
+    ("tipsv2", "TIPSv2"),
     ("dinov2", "DINOv2"),
     ("dino", "DINO"),
     ("deit3", "DeiT3"),

@@ -89,7 +89,6 @@ UNSUPPORTED = (
         f"stages.#.{BLOCK}conv1.weight stages.#.{BLOCK}norm1.weight norm.running_mean"),
     _family("a ViT whose attention pool reads its registers (timm's test_vit3)", r"^test_vit3$",
         f"attn_pool.latent reg_token {BLOCK}ls1.gamma", shared_with="ViT"),
-    _family("TIPSv2 under its own names", "", f"{BLOCK}mlp.c_fc.weight register_tokens"),
     _family("CaiT", r"^cait_", f"{BLOCK}attn.proj_l.weight"),
     _family("MLCD", "", "class_pos_emb pre_layrnorm.weight"),
 )

@@ -1,7 +1,7 @@
 // The texts around a pane: title, caption, usage hint, values in a sentence, labels of the color scale.
 
 import { argmax, colorRange, coveringSquares, isPartial, positivePart, squareSide } from "./attention.js";
-import { capitalize, displayLabel, percent, points, truncate } from "./formatting.js";
+import { capitalize, displayLabel, points, share, truncate } from "./formatting.js";
 
 export const MAP_TITLES = { attention: "Attention", rollout: "Rollout", gradient: "Gradient", occlusion: "Occlusion", pool: "Pool", plain: "Image" };
 
@@ -53,10 +53,10 @@ export function paneCaption({ mapName, head }, state, model, query, maxLength = 
 /** The labels at both ends of the color scale; null without values. */
 export function colorScaleLabels(mapName, values) {
   if (!values) return null;
-  const { low, high, max } = colorRange(mapName === "occlusion" ? positivePart(values) : values), formatShare = (value) => (value <= 0 ? "0" : percent(value)), prefix = max > high ? "≥ " : "";
+  const { low, high, max } = colorRange(mapName === "occlusion" ? positivePart(values) : values), prefix = max > high ? "≥ " : "";
   if (mapName === "gradient") return ["min", "max"];
   if (mapName === "occlusion") return [low > 0 ? points(low) : "≤ 0", prefix + points(high)];
-  return [formatShare(low), prefix + formatShare(high)];
+  return [share(low), prefix + share(high)];
 }
 
 /** The values at the query, the pointer or the maximum, in a sentence. */
@@ -68,14 +68,14 @@ export function queryCaption({ mapName }, state, model, { values, row, query, ho
   if (!values) return stoppedNote;
   if (mapName !== "attention") return stoppedNote + mapValueText(mapName, values, hovered ?? argmax(values), hovered === null, state.grid);
   const numPrefix = model.prefix_tokens.length, topPatch = argmax(values), topToken = argmax(row.subarray(0, numPrefix)), queryToken = query ?? (describeQuery(null, model, state.grid) === "the class token" ? 0 : null);
-  const topPatchName = queryToken === topPatch + numPrefix ? "itself" : patchName(topPatch, state.grid), share = (token) => `(${percent(row[token])})`;
+  const topPatchName = queryToken === topPatch + numPrefix ? "itself" : patchName(topPatch, state.grid), received = (token) => `(${share(row[token])})`;
   const cornerNote = queryToken === topPatch + numPrefix ? "" : cornerRemark(topPatch, state.grid);
   const subject = capitalize(describeQuery(query, model, state.grid));
   if (numPrefix && row[topToken] > values[topPatch]) {
     const topTokenName = queryToken === topToken ? "itself" : `the ${model.prefix_tokens[topToken]} token`;
-    return `${subject} attends most to ${topTokenName} ${share(topToken)}, then to ${topPatchName} ${share(topPatch + numPrefix)}.${cornerNote}`;
+    return `${subject} attends most to ${topTokenName} ${received(topToken)}, then to ${topPatchName} ${received(topPatch + numPrefix)}.${cornerNote}`;
   }
-  return `${subject} attends most to ${topPatchName} ${share(topPatch + numPrefix)}.${cornerNote}`;
+  return `${subject} attends most to ${topPatchName} ${received(topPatch + numPrefix)}.${cornerNote}`;
 }
 
 /** A remark for corner patches: in late layers of many models they receive high attention in every image. */
@@ -93,7 +93,7 @@ function mapValueText(mapName, values, patch, isMaximum, grid) {
     return `${isMaximum ? `Maximum ${isPartial(values) ? "so far " : ""}at ${name}` : capitalize(name)}: ${change} ${count > 1 ? `on average when one of the ${count} squares that contain it is` : "when"} occluded.`;
   }
   const name = patchName(patch, grid), cornerNote = patch === topPatch && max > 0 ? cornerRemark(patch, grid) : "";
-  if (mapName !== "gradient") return `${isMaximum ? `Maximum at ${name}` : capitalize(name)}: ${percent(Math.max(value, 0))}.${cornerNote}`;
+  if (mapName !== "gradient") return `${isMaximum ? `Maximum at ${name}` : capitalize(name)}: ${share(Math.max(value, 0))}.${cornerNote}`;
   if (isMaximum) return max > 0 ? `Maximum at ${name}.${cornerNote}` : "No patch has a positive value.";
   if (patch === topPatch && max > 0) return `${capitalize(name)}: the maximum.${cornerNote}`;
   return `${capitalize(name)}: ${max > 0 ? (value / max).toFixed(2) : "0"} of the maximum.`;

@@ -1,6 +1,8 @@
 // Formats numbers, class labels and file names for display.
 
 export const percent = (fraction) => (fraction < 0.0005 ? "<\u00a00.1\u00a0%" : `${(100 * fraction).toFixed(fraction < 0.0995 ? 1 : 0)}\u00a0%`);
+/** A share of a map: as a percentage with two digits where it is less than 1 %, as among thousands of patches. */
+export const share = (fraction) => (fraction >= 0.00995 ? percent(fraction) : fraction < 5e-7 ? "0" : `${Number((100 * fraction).toPrecision(2))}\u00a0%`);
 /** Replaces the hyphen of a negative number with a minus sign. */
 export const minus = (text) => String(text).replace("-", "−");
 /** A difference of two probabilities in percentage points. */
