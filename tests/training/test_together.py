@@ -176,6 +176,7 @@ def train_without_checkpoint_folder(config: dict[str, Any], folder: str) -> list
 
     def replace_folder(logger: RunLogger) -> None:
         if logger.distributed.is_main:
+            logger.checkpoints.wait()
             shutil.rmtree(logger.run.checkpoints)
             logger.run.checkpoints.write_text("")
 

@@ -361,7 +361,7 @@ def _local_rng_states(device: torch.device) -> Tensors:
 
 def set_rng_states(tensors: Mapping[str, Tensor], device: torch.device, rank: int) -> None:
     """Restore this process's generators from the result of `rng_states`."""
-    states = select_prefix(f"{GENERATORS}/{rank}/", tensors)
+    states = select_prefix(f"{GENERATORS}/{rank}", tensors)
     torch.set_rng_state(states["torch"])
     *words, position, has_gauss = states["numpy"].tolist()
     gauss = states["numpy-gauss"].item()
@@ -377,7 +377,7 @@ def add_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def select_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    return {name.removeprefix(f"{prefix}/"): t for name, t in tensors.items() if name.startswith(f"{prefix}/")}
 
 
 def has_shards(tensors: Mapping[str, Tensor]) -> bool:

@@ -284,17 +284,18 @@ class Trainer:
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `state_tensors` returned, on any number of processes."""
-        current, saved = self.objective.state_dict(), select_prefix("learner/", tensors)
+        current, saved = self.objective.state_dict(), select_prefix("learner", tensors)
         check_same_tensors("the weights", saved, current)
         for name, tensor in saved.items():
             copy_into(current[name], tensor)
         if self.ema is not None:
-            self.ema.load_state_tensors(select_prefix("average/", tensors))
-        self.optimizer.load_state_tensors(select_prefix("optimizer/", tensors))
+            self.ema.load_state_tensors(select_prefix("average", tensors))
+        self.optimizer.load_state_tensors(select_prefix("optimizer", tensors))
 
     def network_tensors(self) -> Tensors:
         """The tensors of the network by name, sharded if the objective is."""
-        return select_prefix("net.", self.objective.state_dict())
+        state = self.objective.state_dict()
+        return {name.removeprefix("net."): t for name, t in state.items() if name.startswith("net.")}
 
     def close(self) -> None:
         """Release DDP before the process group is destroyed, which could otherwise hang."""
