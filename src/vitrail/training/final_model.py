@@ -11,6 +11,7 @@ from torch import Tensor
 from vitrail.data.sources.base import Source
 from vitrail.evaluation.scores import Scores
 from vitrail.models import build
+from vitrail.storage.atomic_write import explain_write_errors
 from vitrail.training.parallel import gather_on_main, is_sharded
 from vitrail.training.trainer import Trainer
 from vitrail.weights import checkpoint, native
@@ -70,6 +71,8 @@ class ShardedModel:
 
         try:
             info = self.trainer.setup.info.replace(config=config)
+            with explain_write_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
             native.write(path, shapes, info, overwrite=True, read=read)
         finally:
             for name in names:  # after an error: the other processes go on
