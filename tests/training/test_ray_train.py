@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -76,6 +78,11 @@ class RayCommand:
                 continue
         return [pid for pid in found if pid != self.process.pid]
 
+    def workers(self) -> list[int]:
+        """The processes of the run, without those that they have started to read images."""
+        named = self.processes("ray::RayTrainWorker")
+        return sorted(pid for pid in named if int(Path(f"/proc/{pid}/stat").read_text().split()[3]) not in named)
+
     def wait(self) -> int:
         status = self.process.wait(300)
         deadline = time.monotonic() + 20
@@ -90,6 +97,27 @@ class RayCommand:
             time.sleep(0.02)
 
 
+Start = Callable[..., RayCommand]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts commands in `tmp_path`; they end with the test."""
+    commands: list[RayCommand] = []
+
+    def start_one(*arguments: str) -> RayCommand:
+        commands.append(RayCommand(tmp_path, *arguments))
+        return commands[-1]
+
+    yield start_one
+    for command in commands:
+        command.process.kill()
+        command.process.wait()
+        for pid in command.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run under torchrun, undisturbed, with as many processes."""
@@ -100,8 +128,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_run_on_ray_is_the_run_under_torchrun(expected: Path, tmp_path: Path) -> None:
-    command = RayCommand(tmp_path, *COMMAND, "--on", "ray", "--workers", "2", "--out", "run", "--json")
+def test_run_on_ray_is_the_run_under_torchrun(expected: Path, start: Start, tmp_path: Path) -> None:
+    command = start(*COMMAND, "--on", "ray", "--workers", "2", "--out", "run", "--json")
     assert command.wait() == 0, command.log.read_text()
     assert identical_weights(tmp_path / "run", expected)
     assert logged_metrics(tmp_path / "run") == logged_metrics(expected)
@@ -113,34 +141,35 @@ def test_run_on_ray_is_the_run_under_torchrun(expected: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dying", [0, 1])
-def test_run_continues_after_a_worker_was_killed(expected: Path, tmp_path: Path, dying: int) -> None:
-    command = RayCommand(tmp_path, *COMMAND, "--on", "ray", "--workers", "2", "--out", "run")
+def test_run_continues_after_a_worker_was_killed(expected: Path, start: Start, tmp_path: Path, dying: int) -> None:
+    command = start(*COMMAND, "--on", "ray", "--workers", "2", "--out", "run")
     command.wait_until_saved(tmp_path / "run", 10)
-    workers = sorted(command.processes("ray::_RayTrainWorker") or command.processes("RayTrainWorker"))
+    workers = command.workers()
     assert len(workers) == 2
     os.kill(workers[dying], signal.SIGKILL)
     assert command.wait() == 0, command.log.read_text()
+    assert "a worker failed; the run continues from its last checkpoint" in command.log.read_text()
     assert identical_weights(tmp_path / "run", expected)
     assert logged_metrics(tmp_path / "run") == logged_metrics(expected)
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_the_same_command_goes_on(expected: Path, tmp_path: Path) -> None:
+def test_sigterm_saves_and_the_same_command_goes_on(expected: Path, start: Start, tmp_path: Path) -> None:
     settings = (*COMMAND, "--on", "ray", "--workers", "2", "--auto-resume", "--out", "run")
-    command = RayCommand(tmp_path, *settings)
+    command = start(*settings)
     command.wait_until_saved(tmp_path / "run", 5)
     command.process.send_signal(signal.SIGTERM)
     assert command.wait() == 143, command.log.read_text()
     log = command.log.read_text()
     assert "stopped by SIGTERM; saved at step" in log
-    assert RayCommand(tmp_path, *settings).wait() == 0
+    assert start(*settings).wait() == 0
     assert identical_weights(tmp_path / "run", expected)
 
 
 @pytest.mark.slow
-def test_errors_of_the_run_are_not_repeated(tmp_path: Path) -> None:
+def test_errors_of_the_run_are_not_repeated(start: Start) -> None:
     need_extra("ray")
-    command = RayCommand(tmp_path, *COMMAND, "--on", "ray", "--workers", "2", "--out", "run", "batch_size=33")
+    command = start(*COMMAND, "--on", "ray", "--workers", "2", "--out", "run", "batch_size=33")
     assert command.wait() == 1
     assert [line for line in command.log.read_text().splitlines() if line.startswith("error: ")] == [
         "error: batch_size=33 cannot be divided evenly among 2 processes with 1 parts each; try batch_size=34."

@@ -192,6 +192,8 @@ def _work(given: dict[str, Any]) -> None:
             output = stack.enter_context((scratch / OUTPUT).open("a", buffering=1))
             stack.enter_context(redirect_stdout(output))
             stack.enter_context(redirect_stderr(output))
+            if output.tell():
+                output.write("a worker failed; the run continues from its last checkpoint\n")
         mode = {"resume": True} if spec.resume else {"auto_resume": True}
         try:
             done = FUNCTIONS[spec.function](**spec.arguments, out=spec.out, **mode)
