@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from training.processes import Processes
 from training.small_runs import at_step, digits_config, digits_model, identical_weights, saved_steps, train_run
 
-from vitrail.config import TrainConfig
+from vitrail.config import SwinConfig, TrainConfig
 from vitrail.errors import ConfigError
 from vitrail.runs.run_folder import RunFolder
 from vitrail.runtime.distributed import DistributedContext
@@ -235,3 +235,28 @@ def test_groups_are_the_machines_unless_a_size_is_given(
 def test_shard_size_is_for_hybrid_sharding(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected a number of processes, 1 or more, with parallel=hsdp"):
         digits_config(**changes)
+
+
+# Swin Transformers
+
+
+def swin_losses(config: dict[str, Any], folder: str) -> list[float]:
+    train(config, folder)
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line] + [
+        line["evaluation"]["loss"] for line in lines if "evaluation" in line
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
+def test_blocks_of_swin_transformers_are_sharded_one_by_one(
+    two_processes: Processes, tmp_path: Path, version: int
+) -> None:
+    size: dict[str, Any] = {"image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 0, "window_size": 2}
+    model = SwinConfig(**size, width=8, depths=(2, 2), num_heads=(1, 2), version=version)
+    config = sharded_config(model=model, precision="float64", log_every="1 step", evaluate_every="3 steps", ema=0.9)
+    single = two_processes.run(swin_losses, {**config, "parallel": "ddp"}, str(tmp_path / "single"), world=1)
+    for losses in two_processes.run(swin_losses, config, str(tmp_path / "sharded")):
+        assert len(losses) == LENGTH + 4
+        assert losses == pytest.approx(single[0], rel=1e-9)
