@@ -72,12 +72,12 @@ def run_on_ray(address: str, spec: RayRun, **local: Any) -> Run:
     """
     folder = RunFolder(Path(spec.out))
     scratch = folder.path / "ray" / uuid4().hex[:8]
-    try:
-        scratch.mkdir(parents=True)
-    except OSError as error:
-        raise TrainError(f"cannot create the run folder {folder.path}: {error.strerror or error}.") from None
     with ray_cluster(address, **local) as ray, _stop_on_signals(scratch / STOP):
         resources = worker_resources(ray.nodes(), spec.workers, gpu=spec.gpu)
+        try:
+            scratch.mkdir(parents=True)
+        except OSError as error:
+            raise TrainError(f"cannot create the run folder {folder.path}: {error.strerror or error}.") from None
         check_shared_folder(ray, scratch)
         found = {"scratch": str(scratch), "working_folder": os.getcwd(), "threads": resources["CPU"]}
         spec = RayRun(**asdict(spec) | found)
