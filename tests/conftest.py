@@ -80,6 +80,7 @@ def import_peer(name: str) -> ModuleType:
 EXTRAS = {
     "cloud": ("fsspec", "aiohttp", "s3fs"),
     "export": ("onnx", "onnxscript", "onnxruntime", "openvino"),
+    "ray": ("ray",),
     "search": ("faiss",),
     "serve": ("fastapi", "uvicorn", "python_multipart", "prometheus_client", "httptools"),
 }

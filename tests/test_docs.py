@@ -26,6 +26,7 @@ PAGES = [
     "docs/checkpoints.md",
     "docs/data.md",
     "docs/training.md",
+    "docs/cluster.md",
     "docs/extending.md",
     "docs/explanations.md",
     "docs/evaluation.md",

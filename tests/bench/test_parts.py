@@ -92,14 +92,20 @@ def test_growth_needs_patches():
         measure_growth("BiT-R50x1", device="cpu")
 
 
+def count_with_batches_of(size: int) -> list[Collective]:
+    """With AdamW: Muon gathers matrices, too."""
+    overrides = ["optim.kind=adamw", f"batch_size={size}"]
+    return count_communication("digits", overrides, processes=(2, 4), parallel=("ddp", "fsdp", "hsdp"))
+
+
 @pytest.fixture(scope="module")
 def communication() -> list[Collective]:
-    """With AdamW: Muon gathers matrices, too."""
-    return count_communication("digits", ["optim.kind=adamw", "batch_size=32"], processes=(2, 4))
+    return count_with_batches_of(32)
 
 
 def by_kind(found: list[Collective], parallel: str, processes: int) -> dict[tuple[str, str], Collective]:
     chosen = [entry for entry in found if (entry.parallel, entry.processes) == (parallel, processes)]
+    assert {entry.dimension for entry in chosen} == {"all"}
     return {(entry.collective, entry.dtype): entry for entry in chosen}
 
 
@@ -133,6 +139,29 @@ def test_nothing_but_padding_grows_with_the_number_of_processes(communication: l
     for kind, entry in two.items():
         assert four[kind].calls == entry.calls
         assert four[kind].bytes == pytest.approx(entry.bytes, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_hybrid_sharding_gathers_in_a_group_and_reduces_a_shard_between_groups(
+    communication: list[Collective], processes: int
+):
+    chosen = [entry for entry in communication if (entry.parallel, entry.processes) == ("hsdp", processes)]
+    found = {(entry.collective, entry.dimension): entry for entry in chosen if entry.bytes > 64}
+    assert {entry.group for (_, dimension), entry in found.items() if dimension == "shard"} == {2}
+    assert found["reduce_scatter", "shard"].bytes == pytest.approx(WEIGHT_BYTES, rel=0.01)
+    assert found["all_gather", "shard"].bytes == pytest.approx(2 * WEIGHT_BYTES, rel=0.01)
+    between = found.pop(("all_reduce", "replicate"), None)
+    assert between is not None or processes == 2
+    if between is not None:
+        assert between.group == processes // 2
+        assert between.bytes == pytest.approx(WEIGHT_BYTES / 2, rel=0.01), "each process reduces its shard only"
+    assert len(found) == 2, "nothing else is large"
+
+
+@pytest.mark.slow
+def test_no_collective_of_a_step_grows_with_the_batch(communication: list[Collective]):
+    assert count_with_batches_of(128) == communication
 
 
 def test_ring_bytes():

@@ -42,7 +42,11 @@ class SmallObjective(Objective):
 
 
 def objective_config(parallel: str = "auto", **optim: Any) -> TrainConfig:
-    return TrainConfig(model=NET, parallel=parallel, optim=OptimConfig(**{"lr": 1e-3, "weight_decay": 0.1} | optim))
+    """hsdp: groups of two processes."""
+    size = 2 if parallel == "hsdp" else None
+    return TrainConfig(
+        model=NET, parallel=parallel, shard_size=size, optim=OptimConfig(**{"lr": 1e-3, "weight_decay": 0.1} | optim)
+    )
 
 
 def random_images(step: int, slots: range = range(BATCH_SIZE)) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,8 @@ def gradients(config: TrainConfig, micro_batches: int) -> State:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "world", "micro_batches"), [("ddp", 2, 2), ("ddp", 4, 1), ("fsdp", 2, 1), ("fsdp", 4, 2)]
+    ("parallel", "world", "micro_batches"),
+    [("ddp", 2, 2), ("ddp", 4, 1), ("fsdp", 2, 1), ("fsdp", 4, 2), ("hsdp", 4, 2)],
 )
 def test_gradients_match_a_single_process(
     four_processes: Processes, parallel: str, world: int, micro_batches: int
@@ -118,12 +119,16 @@ SGD = {"kind": "sgd", "lr": 0.1, "decay_by": "schedule"}
     [
         ("ddp", 2, {"grad_clip": 0.5}),
         ("fsdp", 4, {"grad_clip": 0.5}),
+        ("hsdp", 4, {"grad_clip": 0.5}),
         ("fsdp", 2, LAYER_DECAY),
         ("ddp", 2, SGD),
         pytest.param("ddp", 4, LAYER_DECAY, marks=pytest.mark.slow),
         pytest.param("fsdp", 2, SGD, marks=pytest.mark.slow),
         pytest.param("ddp", 2, {"kind": "muon"}, marks=pytest.mark.slow),
         pytest.param("fsdp", 2, {"kind": "muon"}, marks=pytest.mark.slow),
+        pytest.param("hsdp", 4, LAYER_DECAY, marks=pytest.mark.slow),
+        pytest.param("hsdp", 4, SGD, marks=pytest.mark.slow),
+        pytest.param("hsdp", 4, {"kind": "muon"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

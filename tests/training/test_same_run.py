@@ -86,14 +86,25 @@ def evaluations(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize(
     ("world", "changes"),
-    [(2, []), (4, []), (2, ["grad_accum_steps=4", "gradient_checkpointing=true"]), (2, ["parallel=fsdp"])],
-    ids=["2", "4", "2 in parts", "2 sharded"],
+    [
+        (2, []),
+        (4, []),
+        (2, ["grad_accum_steps=4", "gradient_checkpointing=true"]),
+        (2, ["parallel=fsdp"]),
+        (4, ["parallel=hsdp", "shard_size=2"]),
+        pytest.param(4, ["parallel=hsdp", "shard_size=2", "optim.kind=muon"], marks=pytest.mark.slow),
+    ],
+    ids=["2", "4", "2 in parts", "2 sharded", "2 x 2 sharded", "2 x 2 sharded, muon"],
 )
 def test_losses_do_not_depend_on_the_number_of_processes(
     four_processes: Processes, reference_run: Path, tmp_path: Path, world: int, changes: list[str]
 ):
     config = override(all_randomness_config(), changes).to_dict()
     assert four_processes.run(train_in_process, config, str(tmp_path / "run"), world=world) == [STEPS] * world
+    if "optim.kind=muon" in changes:
+        reference_run = tmp_path / "reference"
+        config = override(all_randomness_config(), ["optim.kind=muon"]).to_dict()
+        four_processes.run(train_in_process, config, str(reference_run), world=1)
     assert losses(tmp_path / "run") == pytest.approx(losses(reference_run), rel=RELATIVE_TOLERANCE)
     for expected, got in zip(evaluations(reference_run), evaluations(tmp_path / "run"), strict=True):
         assert expected["count"] > 300
@@ -109,11 +120,16 @@ def test_run_learns_and_depends_on_the_seed(four_processes: Processes, reference
     assert last_line["loss"] != pytest.approx(losses(reference_run)[5], rel=1e-3)
 
 
-@pytest.mark.parametrize(("before", "after", "parallel"), [(2, 1, "ddp"), (1, 4, "ddp"), (2, 4, "fsdp")])
+@pytest.mark.parametrize(
+    ("before", "after", "parallel"),
+    [(2, 1, "ddp"), (1, 4, "ddp"), (2, 4, "fsdp"), (4, 2, "hsdp"), pytest.param(2, 4, "hsdp", marks=pytest.mark.slow)],
+)
 def test_run_resumes_on_a_different_number_of_processes(
     four_processes: Processes, reference_run: Path, tmp_path: Path, before: int, after: int, parallel: str
 ):
-    config, folder = all_randomness_config(parallel=parallel).to_dict(), tmp_path / "run"
+    """hsdp: in groups of two processes, so that the number of groups changes."""
+    size = 2 if parallel == "hsdp" else None
+    config, folder = all_randomness_config(parallel=parallel, shard_size=size).to_dict(), tmp_path / "run"
     assert four_processes.run(train_until_interrupted, config, str(folder), world=before) == [17] * before
     assert four_processes.run(train_in_process, config, str(folder), True, world=after) == [STEPS] * after
     assert losses(folder) == pytest.approx(losses(reference_run), rel=RELATIVE_TOLERANCE)

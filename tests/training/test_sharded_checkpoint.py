@@ -63,7 +63,7 @@ def half_checkpoint(four_processes: Processes, tmp_path_factory: pytest.TempPath
     return folder, four_processes.run(save_half, str(folder), "fsdp", world=2)[0]
 
 
-@pytest.mark.parametrize(("parallel", "world"), [("fsdp", 4), ("ddp", 2), ("fsdp", 1)])
+@pytest.mark.parametrize(("parallel", "world"), [("fsdp", 4), ("ddp", 2), ("fsdp", 1), ("hsdp", 4)])
 def test_sharded_checkpoint_resumes_on_another_number_of_processes(
     four_processes: Processes, half_checkpoint: tuple[Path, State], parallel: str, world: int
 ) -> None:
@@ -73,6 +73,19 @@ def test_sharded_checkpoint_resumes_on_another_number_of_processes(
         assert all(torch.equal(loaded[name], value) for name, value in expected.items()), "loading is exact"
         assert losses == pytest.approx(reference.losses[HALF:], rel=1e-9)
         assert_tensors_close(final, reference.tensors(), 1e-9)
+
+
+def test_each_shard_of_replicated_groups_is_written_once(four_processes: Processes, tmp_path: Path) -> None:
+    expected = four_processes.run(save_half, str(tmp_path), "hsdp", world=4)[0]
+    count: dict[str, int] = {}
+    for file in tmp_path.iterdir():
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                count[name] = count.get(name, 0) + tensors.get_tensor(name).numel()
+    assert count == {name: tensor.numel() for name, tensor in expected.items()}
+    loaded, losses, _ = four_processes.run(run_second_half, str(tmp_path), "fsdp", world=2)[1]
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items()), "loading is exact"
+    assert losses == pytest.approx(train_steps(SINGLE_PROCESS, objective_config(), range(END)).losses[HALF:], rel=1e-9)
 
 
 def test_sharded_checkpoint_resumes_in_a_single_process(half_checkpoint: tuple[Path, State]) -> None:

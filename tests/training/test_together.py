@@ -145,6 +145,7 @@ def train_on_full_disk(config: dict[str, Any], folder: str, rank: int) -> list[s
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def set_limit(size: int, logger: RunLogger) -> None:
+        logger.checkpoints.wait()
         if logger.distributed.rank == rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
 
@@ -175,6 +176,7 @@ def train_without_checkpoint_folder(config: dict[str, Any], folder: str) -> list
 
     def replace_folder(logger: RunLogger) -> None:
         if logger.distributed.is_main:
+            logger.checkpoints.wait()
             shutil.rmtree(logger.run.checkpoints)
             logger.run.checkpoints.write_text("")
 
@@ -260,11 +262,11 @@ def read_best_weights(folder: str, rank_with_best: int) -> list[dict[str, torch.
         weights = {"w": torch.arange(3.0), "n": torch.tensor(7), "none": torch.zeros(0), "half": torch.ones(2).half()}
         if distributed.rank == rank_with_best:
             checkpoints.unwritten_best = weights, {"step": 5}
-        best_weights = [checkpoints.read_best(5)]
+        best_weights = [checkpoints.read_best(5, weights)]
         if distributed.rank == rank_with_best:
             checkpoints._write(weights, vars(Progress(step=5)), "best-")
         checkpoints.unwritten_best = None
-        return [*best_weights, checkpoints.read_best(5)]
+        return [*best_weights, checkpoints.read_best(5, weights)]
 
 
 def test_best_weights_are_read_from_the_main_process_only(two_processes: Processes, tmp_path: Path):

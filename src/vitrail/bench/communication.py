@@ -25,9 +25,14 @@ class Collective:
     """What one process gives to the collectives of one kind in a training step."""
 
     parallel: str
-    """ddp or fsdp."""
+    """ddp, fsdp or hsdp."""
     processes: int
     collective: str
+    dimension: str
+    """Between which processes: "all"; with hsdp also "shard", those that share the weights, and "replicate", those with
+    the same shards."""
+    group: int
+    """The number of these processes."""
     dtype: str
     calls: float
     bytes: float
@@ -45,15 +50,19 @@ def count_communication(
     processes: Sequence[int] = (2, 4),
     parallel: Sequence[str] = ("ddp", "fsdp"),
     progress: Callable[[str], None] = lambda what: None,
+    shard_size: int = 2,
 ) -> list[Collective]:
-    """Run some steps of a recipe with each number of processes, and count the bytes by collective and dtype."""
+    """Run some steps of a recipe with each number of processes, and count the bytes by collective and dtype.
+
+    `shard_size`: for hsdp, the number of processes that share the weights.
+    """
     if not processes or min(processes) < 2:
         raise ConfigError(f"got {','.join(map(str, processes))} processes, expected two or more: one sends nothing.")
     found = []
     for kind in parallel:
         for world in processes:
             progress(f"{kind} with {world} processes")
-            found += _run(recipe, overrides, world, kind)
+            found += _run(recipe, overrides, world, kind, shard_size if kind == "hsdp" else None)
     return found
 
 
@@ -63,13 +72,14 @@ def ring_bytes(collective: str, size: float, world: int) -> float:
     return size * passes.get(collective, (world - 1) / world)
 
 
-def _run(recipe: str, overrides: Sequence[str], world: int, parallel: str) -> list[Collective]:
+def _run(recipe: str, overrides: Sequence[str], world: int, parallel: str, shard_size: int | None) -> list[Collective]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         task = {
             "recipe": recipe,
             "overrides": list(overrides),
             "parallel": parallel,
+            "shard_size": shard_size,
             "folder": str(folder / "run"),
             "counts": str(folder / "counts.json"),
         }
@@ -92,13 +102,14 @@ def _run(recipe: str, overrides: Sequence[str], world: int, parallel: str) -> li
             reason = lines[-1].rpartition("Error: ")[2]  # the type of the error comes first
             raise TrainError(f"the run with {world} processes failed: {reason}")
         counts = json.loads((folder / "counts.json").read_text())
-    return _sum_up(counts, world, parallel)
+    return _sum_up(counts, world, parallel, shard_size or world)
 
 
-def _sum_up(counts: Sequence[dict[str, Any]], world: int, parallel: str) -> list[Collective]:
-    totals: dict[tuple[str, str], tuple[float, float]] = {}
+def _sum_up(counts: Sequence[dict[str, Any]], world: int, parallel: str, shard_size: int) -> list[Collective]:
+    sizes = {"all": world, "shard": shard_size, "replicate": world // shard_size}
+    totals: dict[tuple[str, str, str], tuple[float, float]] = {}
     for entry in counts:
-        key = (entry["collective"], entry["dtype"])
+        key = (entry["collective"], entry["dimension"], entry["dtype"])
         size = entry["count"] * entry["elements"] * _itemsize(entry["dtype"])
         calls, whole = totals.get(key, (0.0, 0.0))
         totals[key] = calls + entry["count"], whole + size
@@ -107,12 +118,14 @@ def _sum_up(counts: Sequence[dict[str, Any]], world: int, parallel: str) -> list
             parallel=parallel,
             processes=world,
             collective=collective,
+            dimension=dimension,
+            group=sizes[dimension],
             dtype=dtype,
             calls=calls,
             bytes=size,
-            ring_bytes=ring_bytes(collective, size, world),
+            ring_bytes=ring_bytes(collective, size, sizes[dimension]),
         )
-        for (collective, dtype), (calls, size) in sorted(totals.items(), key=lambda item: -item[1][1])
+        for (collective, dimension, dtype), (calls, size) in sorted(totals.items(), key=lambda item: -item[1][1])
     ]
 
 

@@ -266,7 +266,10 @@ def communication(
         list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, and settings to change.")
     ] = None,
     processes: Annotated[str, typer.Option(metavar="N,...", help="Numbers of processes.")] = "2,4",
-    parallel: Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated: ddp,fsdp.")] = "ddp,fsdp",
+    parallel: Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated: ddp,fsdp,hsdp.")] = "ddp,fsdp",
+    shard_size: Annotated[
+        int, typer.Option(min=1, metavar="N", help="With hsdp: number of processes that share the weights.")
+    ] = 2,
     as_json: Json = False,
 ) -> None:
     """Count what a training step communicates: bytes by collective, in real runs with several processes on this CPU.
@@ -276,12 +279,12 @@ def communication(
     recipe, overrides = _recipe(arguments)
     kinds = parse_list(parallel) or ()
     for kind in kinds:
-        check_choice("--parallel", kind, ("ddp", "fsdp"))
+        check_choice("--parallel", kind, ("ddp", "fsdp", "hsdp"))
     worlds = parse_sizes(processes, "--processes")
     with err.status("starting"):
         from vitrail.bench.communication import count_communication
     with show_progress() as progress:
-        found = count_communication(recipe, overrides, worlds, kinds, progress)
+        found = count_communication(recipe, overrides, worlds, kinds, progress, shard_size)
     _print([entry.to_dict() for entry in found], as_json)
 
 

@@ -12,7 +12,7 @@ from vitrail.cli.model_options import ModelSpec
 from vitrail.cli.option_groups import RunOptions, with_option_groups
 from vitrail.cli.options import Data, ImageSize, Json, parse_size
 from vitrail.cli.settings import print_settings
-from vitrail.cli.train import command_line, print_result, settings_table
+from vitrail.cli.train import command_line, print_result, settings_table, train_on_ray
 from vitrail.config import override
 from vitrail.errors import ConfigError, NotFoundError, did_you_mean
 from vitrail.recipes.finetune import FINETUNE_RECIPES
@@ -60,11 +60,18 @@ def finetune(
         "trainable": _parse_trainable(trainable),
         "image_size": parse_size(image_size),
     }
-    where: dict[str, Any] = {"out": run.out, "auto_resume": run.auto_resume, "report": run.report}
-    where["command"] = command_line()
+    about: dict[str, Any] = {"report": run.report, "command": command_line()}
+    where: dict[str, Any] = {"out": run.out, "auto_resume": run.auto_resume, **about}
     with err.status("starting"):
         from vitrail.training.runs import finetune as finetune_model
         from vitrail.training.runs import finetune_config, finetune_folder, train
+    if run.on is not None:
+        mode = {"resume": run.resume, "auto_resume": run.auto_resume}
+        folder = finetune_folder(data or "", recipe, overrides, run.out, **mode)
+        overrides += replace(run, skip_bad=False).overrides
+        arguments = {"model": model or "", "data": data or "", "overrides": overrides, **options, **about}
+        print_result(train_on_ray("finetune", arguments, run, folder), as_json)
+        return
     continues = run.resume
     if run.auto_resume and not run.resume:
         continues = finetune_folder(data or "", recipe, overrides, run.out, auto_resume=True).started

@@ -214,11 +214,26 @@ class RunOptions:
     device: Annotated[str | None, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1 or mps.")] = (
         None
     )
+    on: Annotated[
+        str | None,
+        typer.Option("--on", metavar="ray|ray://HOST:PORT", help="Run on a Ray cluster, with restarts on failures."),
+    ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", min=1, metavar="N", help="With --on: number of processes; default: one per GPU."),
+    ] = None
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, metavar="N", help="With --on: restarts after failures.")
+    ] = 3
     report: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")] = True
     skip_bad: SkipBad = False
     settings: Annotated[
         bool, typer.Option("--settings", help="List all settings with their values and descriptions, and exit.")
     ] = False
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.on is None:
+            raise ConfigError(f"--workers {self.workers} needs --on ray; without Ray, start processes with torchrun.")
 
     @property
     def overrides(self) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -21,6 +21,7 @@ from vitrail.plugins import plugin_names
 from vitrail.runtime import is_main_process
 
 if TYPE_CHECKING:
+    from vitrail.runs.run_folder import RunFolder
     from vitrail.training.runs import Run
 
 EXIT_STATUS = {"SIGHUP": 129, "SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "torchrun": 143}
@@ -63,20 +64,38 @@ def train(
     overrides += run.overrides
     if recipe is None and data is not None:
         recipe = _recipe_for(data)
+    recipe = recipe or "digits"
     with err.status("starting"):
         from vitrail.training import runs
-    done = runs.train(
-        recipe or "digits",
-        overrides=overrides,
-        data=data,
-        model=model,
-        out=run.out,
-        resume=run.resume,
-        auto_resume=run.auto_resume,
-        report=run.report,
-        command=command_line(),
-    )
+        from vitrail.training.resuming import resolve_run_folder
+    call: dict[str, Any] = {"recipe": recipe, "overrides": overrides, "data": data, "model": model}
+    call |= {"report": run.report, "command": command_line()}
+    if run.on is not None:
+        name = override(runs.resolve_recipe(recipe, None, None), overrides).name if run.out is None else ""
+        folder = resolve_run_folder(run.out, name, resume=run.resume, auto_resume=run.auto_resume)
+        done = train_on_ray("train", call, run, folder)
+    else:
+        done = runs.train(**call, out=run.out, resume=run.resume, auto_resume=run.auto_resume)
     print_result(done, as_json)
+
+
+def train_on_ray(function: str, arguments: dict[str, Any], run: RunOptions, folder: RunFolder) -> Run:
+    """The run of `train` or `finetune` on the cluster of --on."""
+    from vitrail.training.ray_train import RayRun, run_on_ray
+
+    assert run.on is not None
+    if not (run.resume or run.auto_resume):
+        folder.check_unused()
+    spec = RayRun(
+        function=function,
+        arguments=arguments,
+        out=str(folder.path.absolute()),
+        resume=run.resume,
+        workers=run.workers,
+        max_restarts=run.max_restarts,
+        gpu=run.device in (None, "auto", "cuda"),
+    )
+    return run_on_ray(run.on, spec)
 
 
 def _installed_plugins() -> str:

@@ -219,8 +219,11 @@ class TrainConfig(Config):
     GPU, nothing is compiled."""
     gradient_checkpointing: bool = False
     """Gradient checkpointing: less memory, a third more time."""
-    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
-    """Under torchrun: ddp (a replica on each device) or fsdp (sharded). auto: ddp."""
+    parallel: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
+    """With several processes: ddp (a replica in each), fsdp (sharded over all of them) or hsdp (sharded over those of
+    a machine, replicated over machines). auto: ddp."""
+    shard_size: int | None = None
+    """With parallel=hsdp: the number of processes that share one copy of the weights; none: those of a machine."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda, cuda:1 or mps."""
     deterministic: bool = False
@@ -283,9 +286,14 @@ class TrainConfig(Config):
             raise ConfigError(
                 "data.order=balanced already samples all classes equally often; set classify.class_weights=none."
             )
-        if self.batch_size == "auto" and self.parallel == "fsdp":
+        if self.batch_size == "auto" and self.parallel in ("fsdp", "hsdp"):
             raise ConfigError(
-                "batch_size=auto measures the whole model on one device; with parallel=fsdp, give a number."
+                f"batch_size=auto measures the whole model on one device; with parallel={self.parallel}, give a number."
+            )
+        if self.shard_size is not None and (self.parallel != "hsdp" or self.shard_size < 1):
+            raise ConfigError(
+                f"shard_size={self.shard_size} with parallel={self.parallel}: expected a number of processes, 1 or "
+                "more, with parallel=hsdp; try shard_size=none."
             )
         if self.objective == "distill" and self.distill.teacher is None:
             raise ConfigError("objective=distill needs distill.teacher: a checkpoint, a model's name or a hub id.")

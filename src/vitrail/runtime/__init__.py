@@ -8,6 +8,7 @@ malloc         glibc's malloc keeps freed memory instead of returning it to the 
 notes          messages about assumptions and choices, each logged once
 peak_flops     measured peak rate of matrix products on a device
 private_torch  functions of torch without a public interface, each with a substitute
+ray_cluster    connects to a Ray cluster, or starts one
 terminal       a console that escapes control characters
 """
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -41,8 +40,12 @@ class DistributedContext:
     world_size: int = 1
     local_rank: int = 0
     """Rank on this machine."""
+    local_world_size: int = 1
+    """Number of processes on this machine."""
+    object_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    """A gloo group for Python objects, also beside NCCL."""
     checkpoint_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
-    """A separate gloo group for checkpoints, which another thread may be writing."""
+    """A gloo group of the thread that writes checkpoints, whose collectives must not mix with those of training."""
 
     @classmethod
     def from_env(
@@ -53,17 +56,18 @@ class DistributedContext:
             return cls(pick_device(device))
         rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         chosen = _local_device(device, local_rank)
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         try:
             store = new_store(rank, world_size, timeout)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-            checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
+            object_group, checkpoint_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
         except (RuntimeError, ValueError) as error:
             raise TrainError(
                 f"process {rank} of {world_size} could not reach the others: {first_sentence(error)}."
             ) from error
-        return cls(chosen, rank, world_size, local_rank, checkpoint_group)
+        return cls(chosen, rank, world_size, local_rank, local_world_size, object_group, checkpoint_group)
 
     def close(self) -> None:
         """Destroy the process group."""
@@ -91,9 +95,15 @@ class DistributedContext:
         """Whether this is the main process (rank 0), which writes files and messages."""
         return self.rank == 0
 
-    @cached_property
-    def mesh(self) -> DeviceMesh:
-        return init_device_mesh(self.device.type, (self.world_size,))
+    def mesh(self, shard_size: int | None = None) -> DeviceMesh:
+        """A mesh with the dimension "shard" of all processes.
+
+        With `shard_size`, "replicate" x "shard": groups of `shard_size` processes with consecutive ranks.
+        """
+        if shard_size is None:
+            return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
+        shape = self.world_size // shard_size, shard_size
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def slots(self, batch_size: int) -> range:
         """This process's indices in a global batch, which is split contiguously by rank."""
@@ -128,11 +138,11 @@ class DistributedContext:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """The values of all processes, by rank."""
+    def all_gather_object(self, value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """The values of all processes, by rank. `group`: the `checkpoint_group` in the thread that has it."""
         values: list[Any] = [value] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(values, value, group=self.checkpoint_group)
+            dist.all_gather_object(values, value, group=group or self.object_group)
         return values
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:

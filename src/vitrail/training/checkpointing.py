@@ -5,9 +5,9 @@
     checkpoint/best-00000400/                  the best weights so far
 
 A background thread writes a checkpoint under a temporary name, syncs it to disk and renames it. The last two are kept:
-if the newest is damaged, the one before it is used. With a sharded model every process writes its shards through
-torch.distributed.checkpoint into `shards/`, and any number of processes can read them back; `tensors.safetensors` then
-holds only the states of the random number generators.
+if the newest is damaged, the one before it is used. With a sharded model every process copies its shards to the CPU,
+and its thread writes them through torch.distributed.checkpoint into `shards/`, while training goes on; any number of
+processes can read them back. `tensors.safetensors` then holds only the states of the random number generators.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vitrail.config.format_version import VERSION, upgrade
@@ -37,7 +38,8 @@ from vitrail.rng import derive_seed
 from vitrail.runtime import warn_once
 from vitrail.runtime.distributed import DistributedContext
 from vitrail.storage.atomic_write import fsync, fsync_tree, new_folder, report_errors_for, write_json
-from vitrail.training.sharded_checkpoint import load_sharded, save_sharded, shard_files
+from vitrail.training.parallel import copy_into
+from vitrail.training.sharded_checkpoint import copy_shards_to_cpu, load_sharded, save_sharded, shard_files
 from vitrail.weights.writers import write_safetensors
 
 Tensors = dict[str, Tensor]
@@ -108,7 +110,7 @@ def describe_environment_changes(saved: Mapping[str, Any], current: Mapping[str,
 class CheckpointManager:
     """Writes and finds a run's checkpoints. Every process calls each method; the main process writes.
 
-    Of a sharded objective each process writes its shards, and training waits for that.
+    Of a sharded objective each process writes its shards; their threads communicate in the checkpoint group.
     """
 
     def __init__(self, folder: Path, distributed: DistributedContext) -> None:
@@ -118,21 +120,20 @@ class CheckpointManager:
         self.error: Exception | None = None
         self.unwritten_best: tuple[Tensors, dict[str, Any]] | None = None
         """The best weights until they are on disk."""
+        self.cpu_meshes: dict[DeviceMesh, DeviceMesh] = {}
 
     def save(self, tensors: Tensors, progress: Progress) -> None:
         """Start to write a checkpoint in the background, from a copy of the tensors."""
         self.wait()
-        if any(isinstance(t, DTensor) for t in tensors.values()):
-            self._attempt(lambda: self._write_sharded(tensors, asdict(progress)))
-        elif self.distributed.is_main:
-            kept, state = _cpu_copies(tensors), asdict(progress)
+        if self.distributed.is_main or has_shards(tensors):
+            kept, state = copy_shards_to_cpu(tensors, self.cpu_meshes), asdict(progress)
             self.writing = self.pool.submit(self._write_all, kept, state)
 
     def save_best(self, tensors: Tensors, progress: Progress) -> None:
-        """Start to write the best weights; the tensors must not be sharded."""
+        """Start to write the best weights in the background, from a copy of the tensors."""
         self.wait()
-        if self.distributed.is_main:
-            self.unwritten_best = _cpu_copies(tensors), asdict(progress)
+        if self.distributed.is_main or has_shards(tensors):
+            self.unwritten_best = copy_shards_to_cpu(tensors, self.cpu_meshes), asdict(progress)
             self.writing = self.pool.submit(self._write_best)
 
     def wait(self) -> None:
@@ -184,20 +185,32 @@ class CheckpointManager:
         load_sharded(path / SHARDS, like, self.distributed)
         return whole | like
 
-    def read_best(self, step: int) -> Tensors | None:
-        """The best weights, read by the main process; None, with a note, if they are missing or damaged."""
-        return self.distributed.broadcast_tensors(self._read_best(step) if self.distributed.is_main else None)
+    def read_best(self, step: int, like: Tensors) -> Tensors | None:
+        """The best weights; None, with a note, if they are missing or damaged.
 
-    def _read_best(self, step: int) -> Tensors | None:
-        if self.unwritten_best is not None and self.unwritten_best[1]["step"] == step:
-            return self.unwritten_best[0]
-        path = self.path_of(step, BEST)
+        `like`: the tensors of the network. If these are sharded, the weights are read into them.
+        """
+        path, sharded, is_main = self.path_of(step, BEST), has_shards(like), self.distributed.is_main
+        kept = self.unwritten_best[0] if self.unwritten_best and self.unwritten_best[1]["step"] == step else None
+        where = self.distributed.broadcast_object(("memory" if kept else self._kind_of_best(path)) if is_main else None)
+        if where == "shards":
+            found = like if sharded else {name: torch.empty_like(t, device="cpu") for name, t in like.items()}
+            load_sharded(path / SHARDS, found, self.distributed)
+            return found
+        if where is None or not sharded:
+            return self.distributed.broadcast_tensors((kept or read_tensors(path)) if is_main and where else None)
+        for name, tensor in (kept if where == "memory" and kept else read_tensors(path)).items():
+            copy_into(like[name], tensor)
+        return like
+
+    def _kind_of_best(self, path: Path) -> str | None:
+        """Whether a folder has the best weights in "shards" or "whole"; None, with a note, if it has none."""
         try:
             read_progress(path)
-            return read_tensors(path)
         except CheckpointError as error:
             warn_once([f"{error}; the last weights are used instead"])
             return None
+        return "shards" if (path / SHARDS).is_dir() else "whole"
 
     def path_of(self, step: int, prefix: str = "") -> Path:
         return self.folder / f"{prefix}{step:08d}"
@@ -219,6 +232,9 @@ class CheckpointManager:
             self.unwritten_best = None
 
     def _write(self, tensors: Tensors, state: dict[str, Any], prefix: str = "") -> None:
+        if has_shards(tensors):
+            self._write_sharded(tensors, state, prefix)
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         with new_folder(self.path_of(state["step"], prefix), overwrite=True) as temporary:
             if tensors:
@@ -227,8 +243,8 @@ class CheckpointManager:
             write_json(temporary / STATE, {"format_version": VERSION, **state})
         self._delete_old(prefix)
 
-    def _write_sharded(self, tensors: Tensors, state: dict[str, Any]) -> None:
-        path = self.path_of(state["step"])
+    def _write_sharded(self, tensors: Tensors, state: dict[str, Any], prefix: str = "") -> None:
+        path = self.path_of(state["step"], prefix)
         temporary = path.with_name(f".{path.name}.tmp")
         shards, first = temporary / SHARDS, self.distributed.is_main
         small = {name: t for name, t in tensors.items() if name.startswith(f"{GENERATORS}/")}
@@ -240,7 +256,7 @@ class CheckpointManager:
             with self._all_or_none(temporary, path):
                 save_sharded(shards, {name: t for name, t in tensors.items() if name not in small}, self.distributed)
                 local = {f"{SHARDS}/{file.name}": checksum(file) for file in shard_files(shards, self.distributed.rank)}
-            sums = {file: crc for part in self.distributed.all_gather_object(local) for file, crc in part.items()}
+            sums = {file: crc for part in self._exchange(local) for file, crc in part.items()}
             with self._all_or_none(temporary, path):
                 if first:
                     write_safetensors(temporary / TENSORS, small)
@@ -250,8 +266,7 @@ class CheckpointManager:
                     shutil.rmtree(path, ignore_errors=True)
                     os.replace(temporary, path)
                     fsync(self.folder)
-                    self._delete_old()
-                    self._write_best()
+                    self._delete_old(prefix)
         finally:
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -265,9 +280,13 @@ class CheckpointManager:
                 yield
         except (CheckpointError, OSError) as error:
             message = str(error)
-        for failure in self.distributed.all_gather_object(message):
+        for failure in self._exchange(message):
             if failure is not None:
                 raise CheckpointError(failure)
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """The values of the writing threads of all processes."""
+        return self.distributed.all_gather_object(value, group=self.distributed.checkpoint_group)
 
     def _delete_old(self, prefix: str = "") -> None:
         """Delete all but the last two checkpoints, and the temporary folders of killed processes."""
@@ -361,6 +380,6 @@ def select_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
     return {name.removeprefix(f"{prefix}/"): t for name, t in tensors.items() if name.startswith(f"{prefix}/")}
 
 
-def _cpu_copies(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Copies on the CPU that share no memory with the training state."""
-    return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+def has_shards(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether any of the tensors is sharded over the processes."""
+    return any(isinstance(t, DTensor) for t in tensors.values())

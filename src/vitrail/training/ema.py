@@ -26,7 +26,8 @@ class EMA:
         self.weights = {name: p.detach() for name, p in objective.named_parameters() if p.requires_grad}
         self.average = {name: p.clone() for name, p in self.weights.items()}
         self._cached_modules = [m for m in objective.modules() if isinstance(m, CachedModule)]
-        self._swapped = False
+        self.swapped = False
+        """Whether the objective has the averaged weights at the moment."""
 
     def decay_at(self, step: int) -> float:
         return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
@@ -40,7 +41,7 @@ class EMA:
     @contextmanager
     def swap(self) -> Iterator[None]:
         """Context in which the objective has the averaged weights; on exit its own are restored exactly."""
-        if self._swapped:
+        if self.swapped:
             raise TrainError("the averaged weights are already in use.")
         self._swap_in_place()
         try:
@@ -67,7 +68,7 @@ class EMA:
             average.copy_(previous)
         for module in self._cached_modules:  # what they cached was computed from the other weights
             module.train(module.training)
-        self._swapped = not self._swapped
+        self.swapped = not self.swapped
 
 
 def check_same_tensors(what: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -5,12 +5,16 @@
     second Ctrl-C    raises KeyboardInterrupt; if the main thread does not get to it within FORCED_EXIT_DELAY_S
                      (a kernel or a collective that never returns), exits the process
 
+A file can request a stop, too: its path is in an environment variable, and it names the signal. It is for processes
+whose signals belong to somebody else, such as workers of Ray.
+
 Checkpoints are complete whenever the process ends, since they are renamed into place. Under torchrun, the exit of
 torchrun itself is a request to stop too, since nothing else would then restart or stop this process.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -19,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -29,6 +34,10 @@ ALWAYS_HANDLED = (signal.SIGINT, signal.SIGTERM)
 TORCHRUN = "torchrun"
 """Used in place of a signal name if torchrun itself has exited."""
 STOPPING_MESSAGE, SECOND_CTRL_C_HINT = "stopping after this step and saving", "; press Ctrl-C again to stop at once"
+STOP_FILE = "VITRAIL_STOP_FILE"
+"""The environment variable with the path of a file that requests a stop: JSON with the name of a signal."""
+STOP_FILE_INTERVAL_S = 0.5
+"""Seconds between two looks for that file, which may be on another machine."""
 FORCED_EXIT_DELAY_S = 5.0
 """Seconds from a second Ctrl-C until the process is ended by force."""
 
@@ -52,6 +61,7 @@ class Interrupt:
         self.exit_requested = False
         """Whether a second Ctrl-C was pressed."""
         self.previous_handlers: dict[signal.Signals, Any] = {}
+        self.stop_file, self.next_look = os.environ.get(STOP_FILE), 0.0
         self.torchrun_pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.exit_message: Callable[[], str] = str
         self.wakeup_sockets: tuple[socket.socket, socket.socket] | None = None
@@ -62,6 +72,10 @@ class Interrupt:
         """The name of the signal that requested a stop, or TORCHRUN; None if there was none."""
         if self.signal is None and self.torchrun_pid is not None and os.getppid() != self.torchrun_pid:
             self.signal = TORCHRUN
+        if self.signal is None and self.stop_file is not None and time.monotonic() > self.next_look:
+            self.next_look = time.monotonic() + STOP_FILE_INTERVAL_S
+            with suppress(OSError, ValueError):
+                self.signal = str(json.loads(Path(self.stop_file).read_text())["signal"])
         return self.signal
 
     def __enter__(self) -> Interrupt:

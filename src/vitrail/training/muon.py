@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from vitrail.runtime import private_torch
 from vitrail.training.parallel import full_tensor, local_shard, local_tensor, shard_like
 
 MOMENTUM_BUFFER = "momentum_buffer"
 """torch's key for Muon's state of a parameter."""
+MAX_GATHERED = 1 << 25
+"""Elements of the matrices of a sharded objective that are gathered at a time: 128 MiB, however large the model is."""
 
 
 class Muon(torch.optim.Muon):
@@ -51,12 +54,14 @@ class Muon(torch.optim.Muon):
         indices_by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, matrix in enumerate(matrices):
             indices_by_shape[tuple(matrix.shape)].append(i)
-        for shape, members in indices_by_shape.items():
-            stacked = torch.stack([full_tensor(shard_like(memory[i], updates[i])) for i in members])
-            turned = orthogonalize(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            moves = [local_shard(matrices[i], move) for i, move in zip(members, turned.unbind(), strict=True)]
+        sharded = isinstance(matrices[0], DTensor)
+        for shape, same_shape in indices_by_shape.items():
             scale = lr * lr_scale(shape, group["adjust_lr_fn"])
-            private_torch.foreach_add_([parts[i] for i in members], moves, alpha=-scale)
+            for members in split_batches(same_shape, math.prod(shape)) if sharded else [same_shape]:
+                stacked = torch.stack([full_tensor(shard_like(memory[i], updates[i])) for i in members])
+                turned = orthogonalize(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                moves = [local_shard(matrices[i], move) for i, move in zip(members, turned.unbind(), strict=True)]
+                private_torch.foreach_add_([parts[i] for i in members], moves, alpha=-scale)
 
     def _momentum_buffer(self, matrix: Tensor) -> Tensor:
         state = self.state[matrix]
@@ -82,6 +87,12 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(matrices.dtype)
+
+
+def split_batches(indices: list[int], elements: int) -> list[list[int]]:
+    """Indices of matrices with this number of elements, in batches of at most MAX_GATHERED elements, or one matrix."""
+    count = max(MAX_GATHERED // elements, 1)
+    return [indices[start : start + count] for start in range(0, len(indices), count)]
 
 
 def lr_scale(shape: tuple[int, ...], rule: str | None) -> float:

@@ -105,8 +105,8 @@ class Optimizer:
         grads = [local_tensor(g) for g in found]
         norm = get_total_norm(grads)
         if found and isinstance(found[0], DTensor):
-            square = norm.square()
-            dist.all_reduce(square, group=found[0].device_mesh.get_group())
+            square = norm.square()  # of this process's shards; replicas of a shard have the same gradients
+            dist.all_reduce(square, group=found[0].device_mesh.get_group("shard"))
             norm = square.sqrt()
         if max_norm is not None and grads:
             private_torch.foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -25,7 +25,7 @@ RUNS = Path("runs")
 CHANGEABLE = (
     "checkpoint_every", "compile", "data.max_bad_fraction", "data.root", "data.skip_bad", "data.workers",
     "device", "evaluate_every", "grad_accum_steps", "gradient_checkpointing", "log_every", "on_nan", "parallel",
-    "patience", "snapshot_every", "trackers", "callbacks",
+    "patience", "shard_size", "snapshot_every", "trackers", "callbacks",
 )  # fmt: skip
 LENGTH = ("duration", "schedule.cooldown", "augment.mix_off")
 """Settings that may also change if the run is made longer. The warm-up is not among them: it is over."""

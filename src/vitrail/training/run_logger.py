@@ -36,10 +36,10 @@ from vitrail.training.checkpointing import (
     set_rng_states,
 )
 from vitrail.training.display import Display
+from vitrail.training.final_model import ShardedModel, WholeModel, final_model
 from vitrail.training.meter import NORM, STEPS, WEIGHT, Meter
 from vitrail.training.setup import format_sample_names
 from vitrail.training.trainer import Trainer
-from vitrail.weights import checkpoint
 
 
 class RunLogger:
@@ -236,7 +236,8 @@ class RunLogger:
             progress.best_score, progress.best_step, progress.evaluations_since_best = value, step, 0
             progress.best_loss = loss if math.isfinite(loss) else None
             if self._keeps_best():
-                self.checkpoints.save_best(self.trainer.model_weights(), progress)
+                with self.trainer.ema_weights():
+                    self.checkpoints.save_best(self.trainer.network_tensors(), progress)
         else:
             progress.evaluations_since_best += 1
         self.logged_at, self.logged_step = time.monotonic(), step
@@ -277,33 +278,37 @@ class RunLogger:
         """Evaluate the best weights, or the last, and write them as the model folder; returns the validation scores."""
         self.gather_unreadable(batches)
         self._report_unreadable()
-        trainer, progress = self.trainer, self.progress
         self.checkpoints.wait()
-        tensors, model_step = trainer.model_weights(), progress.step
-        if self._keeps_best() and progress.best_step not in (None, progress.step):
-            best_weights = self.checkpoints.read_best(progress.best_step)
-            if best_weights is not None:
-                tensors, model_step = best_weights, progress.best_step
-                if self.distributed.is_main:
-                    note = f"the weights of step {model_step:,} have the best score and become the model"
-                    warn_once([note], about=str(self.run.path))
-        net = trainer.build_model(tensors)
-        if trainer.has_labels and self.scores_step != model_step:
-            self.scores = trainer.evaluate_classes(net=net)
-            self.display.resume()
-        splits = trainer.setup.splits
-        if trainer.has_labels and splits.test is not None and splits.eval_split != "test":
-            self.test_scores = trainer.evaluate_classes(splits.test, net=net)
-            self.display.resume()
-            self._write(self._position() | {"test": self.test_scores.to_dict(), "model_step": model_step})
-        if self.distributed.is_main:
-            info = trainer.setup.info.replace(config=net.config)
-            checkpoint.write(net.to("cpu", torch.float32), info, self.run.model, overwrite=True)
+        trainer, splits = self.trainer, self.trainer.setup.splits
+        with trainer.ema_weights():
+            model, model_step = self._final_model()
+            if trainer.has_labels and self.scores_step != model_step:
+                self.scores = model.evaluate()
+                self.display.resume()
+            if trainer.has_labels and splits.test is not None and splits.eval_split != "test":
+                self.test_scores = model.evaluate(splits.test)
+                self.display.resume()
+                self._write(self._position() | {"test": self.test_scores.to_dict(), "model_step": model_step})
+            model.write(self.run.model)
         self.checkpoints.close()
         if self.checkpoints.error is not None and self.distributed.is_main:
             warn_once([f"the last checkpoint could not be written: {self.checkpoints.error}"])
         self.status = "finished"
         return self.scores
+
+    def _final_model(self) -> tuple[WholeModel | ShardedModel, int]:
+        """The network that becomes the model, with the best weights or the last, and the step of these."""
+        trainer, last = self.trainer, self.progress.step
+        best = self.progress.best_step if self._keeps_best() else None
+        if best is None or best == last:
+            return final_model(trainer), last
+        weights = self.checkpoints.read_best(best, trainer.network_tensors())
+        if weights is None:
+            return final_model(trainer), last
+        if self.distributed.is_main:
+            note = f"the weights of step {best:,} have the best score and become the model"
+            warn_once([note], about=str(self.run.path))
+        return final_model(trainer, weights), best
 
     def describe_nan(self, batch: Batch) -> str:
         """The error message for a step whose loss is not finite."""

@@ -141,7 +141,7 @@ def train(
     if resume and not auto_resume and out is not None:  # the folder has the config
         folder = resolve_run_folder(out, "", resume=True)
     else:
-        picked = _resolve_recipe(recipe, data, model if isinstance(model, str) else None)
+        picked = resolve_recipe(recipe, data, model if isinstance(model, str) else None)
         if init_from is not None:
             picked = _config_from_network(picked, init_from, objects, keep_preprocess=isinstance(model, BaseNet))
         config = _apply_overrides(picked, overrides)
@@ -391,7 +391,7 @@ def _write_report(done: Run, result: FitResult, command: str | None) -> None:
         warn_once([f"the report could not be written: {error}"])
 
 
-def _resolve_recipe(recipe: str | Path | TrainConfig, data: str | None, model: str | None) -> TrainConfig:
+def resolve_recipe(recipe: str | Path | TrainConfig, data: str | None, model: str | None) -> TrainConfig:
     if isinstance(recipe, TrainConfig):
         config = recipe
     elif str(recipe) in RECIPES:

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from vitrail.errors import CheckpointError
 from vitrail.runtime.distributed import DistributedContext, first_sentence
 from vitrail.storage.atomic_write import explain_write_errors
+from vitrail.training.parallel import local_tensor, shard_like
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
@@ -23,7 +26,8 @@ if TYPE_CHECKING:
 def save_sharded(folder: Path, tensors: Mapping[str, Tensor], distributed: DistributedContext) -> None:
     """Write tensors, sharded or not, into an existing folder, one safetensors file per process.
 
-    If one process cannot write its file, all of them raise the same error.
+    If one process cannot write its file, all of them raise the same error. All communication is in the checkpoint
+    group: another thread may be training.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -31,11 +35,29 @@ def save_sharded(folder: Path, tensors: Mapping[str, Tensor], distributed: Distr
 
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        with _ignore_single_process_warning():
+        with _ignore_single_process_warning(distributed):
             save(dict(tensors), storage_writer=writer, process_group=distributed.checkpoint_group)
     except CheckpointException as error:
         with explain_write_errors(folder):
             raise _cause_of(error) from None
+
+
+def copy_shards_to_cpu(tensors: Mapping[str, Tensor], cpu_meshes: dict[DeviceMesh, DeviceMesh]) -> dict[str, Tensor]:
+    """Copies on the CPU, this process's shards only, which `save_sharded` can write while training changes the tensors.
+
+    `cpu_meshes`: an empty dictionary that is passed again the next time.
+    """
+    copies = {}
+    for name, tensor in tensors.items():
+        copy = local_tensor(tensor).detach().to("cpu", copy=True).contiguous()
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            if mesh not in cpu_meshes:
+                on_cpu = mesh.device_type == "cpu"
+                cpu_meshes[mesh] = mesh if on_cpu else DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+            copy = shard_like(tensor, copy, cpu_meshes[mesh])
+        copies[name] = copy
+    return copies
 
 
 def shard_files(folder: Path, rank: int) -> list[Path]:
@@ -51,7 +73,7 @@ def load_sharded(folder: Path, into: Mapping[str, Tensor], distributed: Distribu
 
     try:
         _check_complete(folder, into)
-        with _ignore_single_process_warning(), torch.no_grad():
+        with _ignore_single_process_warning(distributed), torch.no_grad():
             load(
                 dict(into),
                 storage_reader=HuggingFaceStorageReader(str(folder)),
@@ -87,8 +109,11 @@ def _cause_of(error: CheckpointException) -> BaseException:
 
 
 @contextmanager
-def _ignore_single_process_warning() -> Iterator[None]:
-    """Suppress torch's warning that there is only one process."""
+def _ignore_single_process_warning(distributed: DistributedContext) -> Iterator[None]:
+    """Suppress torch's warning that there is only one process. With several, another thread may change the filters."""
+    if distributed.checkpoint_group is not None:
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
         yield

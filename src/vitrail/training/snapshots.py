@@ -9,18 +9,19 @@ Unlike checkpoints, all of them are kept, and a run cannot be resumed from one: 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from vitrail.errors import CheckpointError
-from vitrail.models import Net
 from vitrail.runtime import warn_once
+from vitrail.training.final_model import final_model
+from vitrail.training.parallel import is_sharded
 from vitrail.training.trainer import Trainer
-from vitrail.weights import checkpoint
 
 
 class SnapshotWriter:
-    """Writes snapshots if `snapshot_every` is set, in a background thread.
+    """Writes snapshots if `snapshot_every` is set, in a background thread; of a sharded objective at once.
 
     Every process calls each method; the main process writes.
     """
@@ -47,9 +48,12 @@ class SnapshotWriter:
             step in find_snapshots(self.folder)
         ):
             return
-        tensors = self.trainer.model_weights()  # by all processes, which gather a sharded objective
-        if self.distributed.is_main:
-            self.writing = self.pool.submit(self._write, self.trainer.build_model(tensors), self.folder / f"{step:08d}")
+        path = self.folder / f"{step:08d}"
+        with self.trainer.ema_weights():
+            if is_sharded(self.trainer.objective):  # all processes send their shards, before these change
+                self._attempt(lambda: final_model(self.trainer).write(path))
+            elif self.distributed.is_main:
+                self.writing = self.pool.submit(final_model(self.trainer).write, path)
 
     def wait(self) -> None:
         """Wait until the last snapshot is on disk. If it could not be written, training continues without it.
@@ -57,19 +61,18 @@ class SnapshotWriter:
         To be called before a checkpoint is written: a run resumed from it would otherwise skip the snapshot.
         """
         writing, self.writing = self.writing, None
-        if writing is None:
-            return
+        if writing is not None:
+            self._attempt(writing.result)
+
+    def _attempt(self, write: Callable[[], None]) -> None:
         try:
-            writing.result()
+            write()
         except (CheckpointError, OSError) as error:
             warn_once([f"a snapshot could not be written; training continues: {error}"])
 
     def close(self) -> None:
         self.wait()
         self.pool.shutdown()
-
-    def _write(self, net: Net, path: Path) -> None:
-        checkpoint.write(net, self.trainer.setup.info.replace(config=net.config), path, overwrite=True)
 
 
 def find_snapshots(folder: Path) -> dict[int, Path]:

@@ -26,7 +26,6 @@ from vitrail.errors import ConfigError, TrainError
 from vitrail.evaluation.accuracy import measure
 from vitrail.evaluation.masked_prediction import MaskedPredictionScores, measure_masked_prediction
 from vitrail.evaluation.scores import Scores
-from vitrail.models import Net, build
 from vitrail.models.flops import count_flops, training_flops
 from vitrail.objectives import DistillObjective, make_objective, requires_labels
 from vitrail.runtime import autocast, resolve_precision, warn_once
@@ -38,9 +37,8 @@ from vitrail.training.ema import EMA, check_same_tensors
 from vitrail.training.interrupt import StopRequested
 from vitrail.training.lr_schedule import LRSchedule
 from vitrail.training.optimizer import freeze, make_optimizer
-from vitrail.training.parallel import copy_into, evaluation_network, full_tensor, gradient_sync, unwrap, wrap
+from vitrail.training.parallel import SHARDED, copy_into, evaluation_network, gradient_sync, unwrap, wrap
 from vitrail.training.setup import Setup
-from vitrail.weights.archive import align_tensor
 
 # b images of this process, C channels, H W pixels, K classes
 
@@ -69,6 +67,11 @@ class Trainer:
         self.dtype = torch.float64 if config.precision == "float64" else torch.float32
         self.preprocess = Preprocess(setup.info.preprocess)
         setup.net.gradient_checkpointing = config.gradient_checkpointing
+        # FSDP moves the weights to the device one unit at a time, so that it never has to hold the whole model. Only a
+        # distilled one is there from the start, beside its teacher.
+        shards_later = distributed.object_group is not None and config.parallel in SHARDED
+        on_cpu = shards_later and config.objective != "distill"
+        start_device = torch.device("cpu") if on_cpu else self.device
         self.objective = make_objective(
             config,
             setup.net.train(),
@@ -76,9 +79,9 @@ class Trainer:
             multi_label=source.multi_label,
             class_counts=setup.class_counts,
             labels=source.labels,
-            device=self.device,
+            device=start_device,
             custom=setup.objective,
-        ).to(self.device, self.dtype)
+        ).to(start_device, self.dtype)
         freeze(self.objective, config.optim.trainable)
         if config.batch_size == "auto":
             config = config.replace(batch_size=self._find_batch_size())
@@ -267,7 +270,8 @@ class Trainer:
             batches.merge_bad(self.distributed.all_gather_object(batches.bad))
 
     def ema_weights(self) -> AbstractContextManager[None]:
-        return self.ema.swap() if self.ema is not None else nullcontext()
+        """Context in which the network has the averaged weights, if there are any; one inside another has no effect."""
+        return self.ema.swap() if self.ema is not None and not self.ema.swapped else nullcontext()
 
     def state_tensors(self) -> Tensors:
         """The state of the objective, its EMA and the optimizer, by name."""
@@ -288,19 +292,10 @@ class Trainer:
             self.ema.load_state_tensors(select_prefix("average", tensors))
         self.optimizer.load_state_tensors(select_prefix("optimizer", tensors))
 
-    def model_weights(self) -> Tensors:
-        """The full weights of the network, from the EMA if there is one."""
-        with self.ema_weights():
-            state = self.objective.state_dict()
-            return {n.removeprefix("net."): full_tensor(t).clone() for n, t in state.items() if n.startswith("net.")}
-
-    def build_model(self, tensors: Mapping[str, Tensor]) -> Net:
-        """A separate network with these weights, on the CPU in float32."""
-        net = build(self.objective.net.config, meta=True)
-        # Tensors read from a checkpoint are memory-mapped and may be unaligned.
-        weights = {name: align_tensor(t.to("cpu", torch.float32)) for name, t in tensors.items()}
-        net.load_state_dict(weights, assign=True)
-        return net.eval()
+    def network_tensors(self) -> Tensors:
+        """The tensors of the network by name, sharded if the objective is."""
+        state = self.objective.state_dict()
+        return {name.removeprefix("net."): t for name, t in state.items() if name.startswith("net.")}
 
     def close(self) -> None:
         """Release DDP before the process group is destroyed, which could otherwise hang."""

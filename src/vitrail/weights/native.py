@@ -6,7 +6,7 @@ A model folder also holds the model info as config.json, for people to read; the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -47,14 +47,20 @@ def table(config: AnyConfig) -> RenameTable:
     return RenameTable("vitrail", [Rule(name, name) for name in build(config, meta=True).state_dict()])
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:
-    """Write a folder, or a single file if the path ends in .safetensors."""
+def write(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    info: ModelInfo,
+    overwrite: bool,
+    read: Callable[[str], Tensor] | None = None,
+) -> None:
+    """Write a folder, or a single file if the path ends in .safetensors. `read`: as for `write_safetensors`."""
     header = {"format": "pt", HEADER: json.dumps(info.to_dict())}
     if path.suffix == ".safetensors":
-        write_safetensors(path, tensors, header, overwrite=overwrite)
+        write_safetensors(path, tensors, header, overwrite=overwrite, read=read)
         return
     with new_folder(path, overwrite=overwrite) as folder:
-        write_safetensors(folder / "model.safetensors", tensors, header)
+        write_safetensors(folder / "model.safetensors", tensors, header, read=read)
         write_json(folder / "config.json", info.to_dict())
 
 

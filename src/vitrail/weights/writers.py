@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,20 @@ INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, overwrite: bool = False
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    overwrite: bool = False,
+    read: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write a safetensors file. Tensors that share memory are written separately; equal tensors give identical files.
 
     The data begin at a multiple of ALIGNMENT, and tensors whose sizes are multiples of it come first: when the file is
-    memory-mapped, these are used in place and only the few small ones after them are copied.
+    memory-mapped, these are used in place and only the few small ones after them are copied. With `read`, `tensors`
+    has only dtypes and shapes (on the meta device), and `read` returns each tensor in the order of `file_order`.
     """
-    order = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT > 0, -tensors[name].itemsize, name))
+    order = file_order(tensors)
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0
     for name in order:
@@ -57,7 +63,12 @@ def write_safetensors(
     with new_file(path, overwrite) as temporary, temporary.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            file.write(_little_endian(tensors[name]).data)
+            file.write(_little_endian(tensors[name] if read is None else read(name)).data)
+
+
+def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors in the order in which `write_safetensors` writes them."""
+    return sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT > 0, -tensors[name].itemsize, name))
 
 
 def _safetensors_dtype(name: str, tensor: Tensor) -> str:
