@@ -42,6 +42,7 @@ PACKAGE_ORDER = (
     "vtab",
     "figures",
     "reproduction",
+    "bulk",
     "vitrail",
     "serve",
     "bench",
