@@ -133,7 +133,7 @@ class PredictionOutput:
         samples = sample_columns(source, split, list(part))
         row_of = {index: row for row, index in enumerate(found.tolist())}
         rows = pa.array([row_of.get(index) for index in part], pa.int64())  # null: not readable
-        errors = pa.array([unreadable.get(key) for key in samples["key"].to_pylist()], pa.string())
+        errors = pa.array([unreadable.get(source.key(index)) for index in part], pa.string())
         return pa.table(
             samples | {name: c.take(rows) for name, c in class_columns(model, columns).items()} | {"error": errors}
         )
@@ -142,7 +142,7 @@ class PredictionOutput:
 def sample_columns(source: Source, split: str, numbers: Sequence[int]) -> dict[str, pa.Array]:
     """key, split, label and target: null for an unlabeled image, lists for multi-label data."""
     label, target = _label_columns(source, numbers)
-    key = pa.array([source.key(i) for i in numbers], pa.string())
+    key = pa.array([_utf8(source.key(i)) for i in numbers], pa.string())
     return {"key": key, "split": pa.array([split] * len(numbers), pa.string()), "label": label, "target": target}
 
 
@@ -163,11 +163,18 @@ def class_columns(model: Model, columns: Columns) -> dict[str, pa.Array]:
     return {name: pa.FixedSizeListArray.from_arrays(flat, scores.shape[1]) for name, flat in lists.items()}
 
 
+def _utf8(name: str) -> str:
+    """A name that is not UTF-8, from a file system, with escapes."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def _label_columns(source: Source, numbers: Sequence[int]) -> tuple[pa.Array, pa.Array]:
     chosen = source.targets[list(numbers)]
     if source.multi_label:
         lists = [np.flatnonzero(row).tolist() for row in chosen]
-        names = [[source.labels[i] for i in row] for row in lists]
+        names = [[_utf8(source.labels[i]) for i in row] for row in lists]
         return pa.array(names, pa.list_(pa.string())), pa.array(lists, pa.list_(pa.int32()))
     known = [int(t) if t >= 0 and source.labels else None for t in chosen]
-    return pa.array([None if t is None else source.labels[t] for t in known], pa.string()), pa.array(known, pa.int32())
+    return pa.array([None if t is None else _utf8(source.labels[t]) for t in known], pa.string()), pa.array(
+        known, pa.int32()
+    )

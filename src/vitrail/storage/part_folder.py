@@ -98,13 +98,17 @@ class PartFolder:
 
     @classmethod
     def begin(cls, path: Path, manifest: Manifest, overwrite: bool = False) -> PartFolder:
-        """Create the folder with its manifest, or continue one with the same manifest."""
+        """Create the folder with its manifest, or continue one with the same manifest.
+
+        With `overwrite`, parts of another manifest or of a complete folder are deleted; incomplete ones are continued.
+        """
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is a file; choose another --out.")
-        if overwrite and (path / MANIFEST).exists():
+        replaced = overwrite and (path / MANIFEST).exists()
+        if replaced and ((path / COMPLETE).exists() or read_manifest(path).digest != manifest.digest):
             remove_parts(path)
         if not (path / MANIFEST).exists():
-            if path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir()):
+            if not replaced and path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir()):
                 raise ConfigError(f"{path} is not empty and has no {MANIFEST}; choose another --out.")
             with explain_write_errors(path):
                 path.mkdir(parents=True, exist_ok=True)
