@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bulk.processes import descendants, ray_actors, title
 from conftest import ROOT
 from images import write_noise_folder
 
 import vitrail
+from vitrail.bench.process_tree import descendants, part_actors, title
 from vitrail.bulk.ray_pipeline import ActorPlan, plan_actors
 from vitrail.errors import ConfigError
 
@@ -141,18 +141,17 @@ def test_killed_actors_and_drivers_cost_no_row(album, model_folder, tmp_path, en
     sessions = set(Path("/tmp").glob(".vitrail-ray.*"))
     for kills in range(3):
         with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as driver:
-            started = descendants
             for _ in range(3 if kills == 0 else 0):
                 before = count()
-                wait_for(lambda: count() >= before + 3 and ray_actors(driver.pid), driver)  # noqa: B023
-                os.kill(ray_actors(driver.pid)[0], signal.SIGKILL)
+                wait_for(lambda: count() >= before + 3 and part_actors(driver.pid), driver)  # noqa: B023
+                os.kill(part_actors(driver.pid)[0], signal.SIGKILL)
             if kills == 2:
                 _, errors = driver.communicate(timeout=240)
                 assert driver.returncode == 0, errors
                 break
             before = count()
             wait_for(lambda: count() >= before + 3, driver)  # noqa: B023
-            processes = started(driver.pid)
+            processes = descendants(driver.pid)
             driver.kill()
         deadline = time.monotonic() + 60
         while any("ray" in title(pid) for pid in processes) and time.monotonic() < deadline:

@@ -89,8 +89,8 @@ class Embedder:
     def __call__(self, batch: Any) -> Any:
         """Compute one batch; see the class."""
         if isinstance(batch, pa.RecordBatch):
-            [result] = self(pa.Table.from_batches([batch])).combine_chunks().to_batches() or [None]
-            return result
+            table = self(pa.Table.from_batches([batch]))
+            return pa.record_batch([column.combine_chunks() for column in table.columns], schema=table.schema)
         if isinstance(batch, pa.Table):
             name = self._image_column(batch.column_names)
             computed, errors = self.compute(batch[name].to_pylist())

@@ -54,7 +54,7 @@ def connect(address: str) -> Iterator[list[dict[str, float]]]:
         elif address != "ray":
             options["address"] = "auto" if address == "ray://auto" else address
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _discard_stderr():
                 warnings.simplefilter("ignore")
                 ray.init(**options)
         except Exception as error:  # of many kinds: no such host, no cluster, another version of Ray or Python
@@ -83,6 +83,19 @@ def _nodes(ray: Any) -> list[dict[str, float]]:
 def _short_temporary_folder() -> Path:
     """Ray's sockets lie below it, and their paths may have only 107 characters."""
     return next((path for path in (Path("/tmp"),) if os.access(path, os.W_OK)), Path(tempfile.gettempdir()))
+
+
+@contextmanager
+def _discard_stderr() -> Iterator[None]:
+    """Discard what C++ code writes to standard error: that it was told to be quiet."""
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 @contextmanager

@@ -35,6 +35,16 @@ def title(pid: int) -> str:
         return ""
 
 
-def ray_actors(pid: int) -> list[int]:
-    """The actors that compute parts for a driver."""
+def part_actors(pid: int) -> list[int]:
+    """Ray's actors that compute parts for the driver `pid`."""
     return [each for each in descendants(pid) if "PartActor" in title(each)]
+
+
+def memory_kib(pid: int) -> dict[str, int]:
+    """Memory of a process, as in /proc/PID/status: RssAnon, RssShmem, VmHWM, ...; empty if it has ended."""
+    try:
+        lines = (Path("/proc") / str(pid) / "status").read_text().splitlines()
+    except OSError:
+        return {}
+    fields = (line.split() for line in lines)
+    return {words[0].rstrip(":"): int(words[1]) for words in fields if len(words) == 3 and words[2] == "kB"}
