@@ -9,8 +9,8 @@ run is a `vitrail embed` of its own, with all processes on the same --cores; the
 
     rate       images per second, from the first part to the last: without the start, which is `start`
     ratio      median over rounds of the rate divided by that of the plain command
-    driver     peak private memory of the command's process, `workers` of the largest actor or reader, `Ray` of Ray's own
-               processes together; `store` is what Ray's object store has used
+    driver     peak private memory of the command's process, `workers` of the largest actor or reader, `Ray` of all of
+               Ray's own processes together; `store` is what Ray's object store has used
     bytes      whether all files are those of the plain command
 
 The last row is a run whose actors are killed three times and whose driver twice with SIGKILL as parts appear.
@@ -46,6 +46,7 @@ from vitrail.data.sources import open_source_splits
 
 IMAGES_PER_TAR = 10_000
 SIDE = 32
+MEMORY = ("driver", "workers", "Ray", "store")
 
 
 @dataclass
@@ -103,7 +104,7 @@ class PeakMemory(threading.Thread):
 
     def run(self) -> None:
         while not self.stopped.wait(0.1):
-            sample = {"driver": memory_kib(self.pid).get("RssAnon", 0), "workers": 0, "Ray": 0, "store": 0}
+            sample = dict.fromkeys(MEMORY, 0) | {"driver": memory_kib(self.pid).get("RssAnon", 0)}
             for pid in descendants(self.pid):
                 used, name = memory_kib(pid), title(pid)
                 anonymous = used.get("RssAnon", 0)
@@ -120,7 +121,8 @@ class PeakMemory(threading.Thread):
 def command(options: argparse.Namespace, data: Path, out: Path, *extra: object) -> list[str]:
     model = ["--model", options.model] if options.model else []
     fixed = ["--batch-size", options.batch_size, "--part-size", options.part_size, "--skip-bad"]
-    return [sys.executable, "-m", "vitrail", "embed", "--data", f"shards:{data}", *model, "--out", str(out), *map(str, [*fixed, *extra])]  # fmt: skip
+    arguments = ["--data", f"shards:{data}", *model, "--out", out, *fixed, *extra]
+    return [sys.executable, "-m", "vitrail", "embed", *map(str, arguments)]
 
 
 def parts(out: Path) -> list[Path]:

@@ -30,6 +30,7 @@ PAGES = [
     "docs/explanations.md",
     "docs/evaluation.md",
     "docs/export.md",
+    "docs/scale.md",
 ]
 
 

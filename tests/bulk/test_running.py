@@ -119,9 +119,11 @@ def test_settings_name_what_determines_the_rows(vit, photos):
 
 def test_an_actor_with_another_model_or_other_images_is_refused(vit, photos, tmp_path):
     settings = open_job(vit, photos).settings("cpu")
-    torch.manual_seed(1)
+    other_model = model(small())
+    with torch.no_grad():
+        other_model.net.norm.weight.add_(1)
     with pytest.raises(ConfigError, match="node7 found other weights than the manifest has; give it the same files"):
-        open_job(model(small()), photos).check_identity(settings, "node7")
+        open_job(other_model, photos).check_identity(settings, "node7")
     other = write_noise_folder(tmp_path / "photos", {"cat": 21, "dog": 20})
     with pytest.raises(ConfigError, match="node7 found other images than the manifest has"):
         open_job(vit, other).check_identity(settings, "node7")
@@ -131,11 +133,11 @@ def test_an_actor_with_another_model_or_other_images_is_refused(vit, photos, tmp
 def test_a_job_is_small_and_independent_of_the_folder(model_folder, photos, tmp_path, monkeypatch):
     monkeypatch.chdir(photos.parent)
     data = DataConfig(source="folder:photos", root="root")
-    job = Job(model=ModelSource(model_folder.relative_to(model_folder.parent)), data=data, output=FeatureOutput())
+    source = ModelSource(model_folder.name, {"labels": f"{model_folder.name}/config.json", "image_size": 48})
+    job = Job(model=source, data=data, output=FeatureOutput())
     monkeypatch.chdir(model_folder.parent)
-    named = job.for_other_processes()
-    assert named.model is not None
-    assert Path(named.model.name) == model_folder
+    expected = ModelSource(model_folder, {"labels": model_folder / "config.json", "image_size": 48})
+    assert job.for_other_processes().model == expected
     monkeypatch.chdir(photos.parent)
     assert job.for_other_processes().data.source == f"folder:{photos}"
     assert job.for_other_processes().data.root == str(photos.parent / "root")

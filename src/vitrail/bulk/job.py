@@ -48,10 +48,11 @@ class ModelSource:
     def open(self, device: str = "cpu") -> Model:
         return load(self.name, **{**self.options, "device": device})
 
-    def with_absolute_path(self) -> ModelSource:
+    def with_absolute_paths(self) -> ModelSource:
         """Independent of the current folder."""
-        path = Path(self.name).expanduser()
-        return replace(self, name=path.absolute()) if path.exists() else self
+        labels = self.options.get("labels")
+        options = {**self.options, "labels": _absolute(labels)} if isinstance(labels, str | Path) else self.options
+        return ModelSource(_absolute(self.name), options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class Job:
         data = self.data.replace(source=f"{spec.kind}:{os.path.abspath(spec.location)}") if local else self.data
         if data.root is not None:
             data = data.replace(root=os.path.abspath(os.path.expanduser(data.root)))
-        return replace(self, data=data, model=self.model and self.model.with_absolute_path())
+        return replace(self, data=data, model=self.model and self.model.with_absolute_paths())
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,12 @@ def keys_checksum(source: Source) -> str:
     for i in range(len(source)):
         checksum = zlib.crc32(source.key(i).encode(errors="surrogateescape") + b"\n", checksum)
     return f"{checksum:08x}"
+
+
+def _absolute(name: str | Path) -> str | Path:
+    """The absolute path of a file or folder; another name is unchanged."""
+    path = Path(name).expanduser()
+    return path.absolute() if path.exists() else name
 
 
 def _accelerator(device: torch.device) -> str:
