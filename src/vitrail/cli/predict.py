@@ -94,7 +94,7 @@ def predict(
         _predict_data(model, source, split, top, batch_size, out, bulk, options, engine, device, as_json)
         return
     if not images:
-        raise ConfigError("predict needs images: vitrail predict photos/, or --data SPEC --out DIR.")
+        raise typer.BadParameter("Missing argument 'IMAGE'.")
     as_json = as_json or (out is not None and out.suffix.lower() == ".json")
     if logits and not as_json:
         raise ConfigError("--logits needs --json.")
