@@ -32,6 +32,7 @@ PAGES = [
     "docs/evaluation.md",
     "docs/search.md",
     "docs/export.md",
+    "docs/scale.md",
 ]
 
 

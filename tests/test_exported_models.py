@@ -16,8 +16,8 @@ from PIL import Image
 from small_models import LABELS, gradient, model, small
 
 import vitrail
+from vitrail.bulk.running import embed
 from vitrail.errors import ConfigError, FormatError, ModelError
-from vitrail.evaluation.embedding import embed
 from vitrail.evaluation.features import FeatureSpec
 from vitrail.exporting.export_model import export
 from vitrail.exporting.open_engine import with_engine

@@ -43,6 +43,7 @@ PACKAGE_ORDER = (
     "vtab",
     "figures",
     "reproduction",
+    "bulk",
     "vitrail",
     "serve",
     "bench",

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vitrail.bulk.embedder import Embedder
     from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, SwinConfig, TrainConfig, ViTConfig
     from vitrail.errors import VitrailError
     from vitrail.evaluation.evaluate import evaluate
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "BiT": "vitrail.models",
     "BiTConfig": "vitrail.config",
+    "Embedder": "vitrail.bulk.embedder",
     "Evaluation": "vitrail.evaluation.summary",
     "FeatureIndex": "vitrail.retrieval.feature_index",
     "Match": "vitrail.retrieval.feature_index",
@@ -56,6 +58,7 @@ _MODULE_OF = {
 __all__ = [
     "BiT",
     "BiTConfig",
+    "Embedder",
     "Evaluation",
     "FeatureIndex",
     "Match",

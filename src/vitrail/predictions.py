@@ -21,15 +21,20 @@ class Prediction:
 
 def top_predictions(logits: Tensor, info: ModelInfo, top: int = 5) -> list[list[Prediction]]:
     """B num_classes -> the best classes of each image; all scores sum to 1 unless the model is multi-label."""
-    check_top(top)
-    logits = logits.cpu().double()
-    probabilities = logits.sigmoid() if info.multi_label else logits.softmax(-1)
-    top = min(top, logits.shape[-1])
-    scores, indices = (x[:, :top].tolist() for x in probabilities.sort(descending=True, stable=True))
+    scores, indices = (x.tolist() for x in top_scores(logits, info, top))
     return [
         [Prediction(class_label(info, i), s, i) for s, i in zip(row_scores, row, strict=True)]
         for row_scores, row in zip(scores, indices, strict=True)
     ]
+
+
+def top_scores(logits: Tensor, info: ModelInfo, top: int) -> tuple[Tensor, Tensor]:
+    """B num_classes -> the probabilities of the best classes, B top in float64, and their indices, B top."""
+    check_top(top)
+    logits = logits.cpu().double()
+    probabilities = logits.sigmoid() if info.multi_label else logits.softmax(-1)
+    scores, indices = probabilities.sort(descending=True, stable=True)
+    return scores[:, :top], indices[:, :top]
 
 
 def check_top(top: int) -> None:

@@ -15,7 +15,7 @@ from conftest import ROOT
 from PIL import Image
 
 import vitrail as package
-from vitrail.evaluation import embedding
+from vitrail.bulk import running
 
 
 @pytest.fixture
@@ -76,18 +76,17 @@ def test_layer_minus_one_is_the_last_layer(vitrail, weights, classes, tmp_path):
     assert pq.read_table(tmp_path / "a.parquet").equals(pq.read_table(tmp_path / "b.parquet"))
 
 
-def test_second_command_is_rejected_while_one_is_writing(vitrail, weights, classes, tmp_path, monkeypatch):
-    out, write, processes = tmp_path / "f.parquet", embedding._write_missing_parts, []
+def test_second_command_is_rejected_while_one_is_writing(vitrail, process, weights, classes, tmp_path, monkeypatch):
+    out, write, second = tmp_path / "f.parquet", running.LocalExecutor.__call__, []
 
-    def write_during_second_command(*arguments, **options):
-        command = [sys.executable, "-m", "vitrail", "embed", "-m", str(weights), "--data", str(classes), "-o", str(out)]
-        processes.append(subprocess.run(command, capture_output=True, text=True, timeout=60, check=False))
-        return write(*arguments, **options)
+    def write_during_second_command(*arguments):
+        second.append(process("embed", "-m", weights, "--data", classes, "-o", out))
+        return write(*arguments)
 
-    monkeypatch.setattr(embedding, "_write_missing_parts", write_during_second_command)
+    monkeypatch.setattr(running.LocalExecutor, "__call__", write_during_second_command)
     result = vitrail("embed", "-m", weights, "--data", classes, "--out", out)
-    assert (result.status, processes[0].returncode) == (0, 1)
-    assert f"another process is writing {out}" in " ".join(processes[0].stderr.split())
+    assert (result.status, second[0].status) == (0, 1)
+    assert f"another process is writing {out}" in second[0].errors[0]
     assert pq.read_metadata(out).num_rows == 11
 
 
@@ -135,16 +134,92 @@ def test_missing_options_are_named(vitrail, weights):
     result = vitrail("embed", "-m", weights)
     assert result.status == 1
     assert "embed needs --data SPEC:" in result.errors[0]
-    assert "embed needs --out FILE:" in vitrail("embed", "-m", weights, "--data", "digits").errors[0]
+    assert "embed needs --out FILE or DIR:" in vitrail("embed", "-m", weights, "--data", "digits").errors[0]
     result = vitrail("embed", "-m", weights, "--data", "digits", "--out", "features.csv")
-    assert result.errors == ["--out features.csv: expected a .parquet file; try features.parquet."]
+    expected = "--out features.csv: expected a .parquet file or a folder; try features.parquet or features."
+    assert result.errors == [expected]
 
 
 def test_killed_embedding_resumes_to_identical_bytes(tmp_path):
-    command = [sys.executable, str(ROOT / "tests" / "evaluation" / "killing.py"), str(tmp_path), "--kills", "3"]
+    command = [sys.executable, str(ROOT / "tests" / "bulk" / "killing.py"), str(tmp_path), "--kills", "3"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     completed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "3 kills" in completed.stdout
     assert "the same bytes" in completed.stdout
     assert "files left: features.parquet\n" in completed.stdout
+
+
+def test_shards_make_the_same_folder_as_one_command(vitrail, weights, classes, tmp_path):
+    command = ("embed", "-m", weights, "--data", classes, "--batch-size", "2", "--part-size", "2")
+    whole, shards = tmp_path / "whole", tmp_path / "shards"
+    assert vitrail(*command, "--out", whole).status == 0
+    first = vitrail(*command, "--out", shards, "--shard", "2/3", "--json")
+    assert (first.status, json.loads(first.out)["missing_parts"]) == (0, [0, 1, 4, 5])
+    assert any("parts 0 to 1, 4 to 5 of 6 are missing: other shards compute them" in note for note in first.notes)
+    assert not (shards / "complete.json").exists()
+    assert vitrail(*command, "--out", tmp_path / "elsewhere", "--shard", "3/3").status == 0
+    assert vitrail(*command, "--out", shards, "--shard", "1/3").status == 0
+    joined = vitrail("embed", "--join", shards, "--join", tmp_path / "elsewhere", "--out", tmp_path / "joined")
+    assert joined.out == f"{tmp_path / 'joined'}: 11 images, 128 features each (head input).\n"
+    for name in ("manifest.json", "complete.json", *(f"part-{n:05d}.parquet" for n in range(6))):
+        assert (whole / name).read_bytes() == (tmp_path / "joined" / name).read_bytes()
+    assert vitrail(*command, "--out", tmp_path / "whole.parquet").status == 0
+    vitrail("embed", "--join", whole, "--out", tmp_path / "joined.parquet")
+    assert (tmp_path / "whole.parquet").read_bytes() == (tmp_path / "joined.parquet").read_bytes()
+
+
+def test_a_complete_folder_is_not_recomputed_and_can_be_probed(vitrail, weights, classes, tmp_path):
+    command = ("embed", "-m", weights, "--data", classes, "--out", tmp_path / "f", "--batch-size", "4")
+    vitrail(*command)
+    before = (tmp_path / "f" / "part-00000.parquet").stat().st_mtime_ns
+    result = vitrail(*command)
+    assert (result.status, (tmp_path / "f" / "part-00000.parquet").stat().st_mtime_ns) == (0, before)
+    assert any("f is already complete" in note for note in result.notes)
+    [message] = vitrail(*command, "--layer", "1").errors
+    assert message.startswith(f"{tmp_path / 'f'} was made with features=head input, not layer 1, token;")
+    assert vitrail(*command, "--layer", "1", "--overwrite").status == 0
+    result = vitrail("probe", "--features", tmp_path / "f", "--method", "knn", "--k", "1", "--json")
+    assert json.loads(result.out)["num_train"] == 7
+
+
+def test_unreadable_images_are_listed_again_by_a_later_command(vitrail, weights, classes, tmp_path):
+    (classes / "train" / "a" / "broken.png").write_bytes(b"no image")
+    command = ("embed", "-m", weights, "--data", classes, "--out", tmp_path / "f")
+    for _ in range(2):
+        result = vitrail(*command)
+        assert result.status == 1
+        assert any("train/a/broken.png cannot be used" in note for note in result.notes)
+        assert result.errors == ["skipped 1 unreadable image; add --skip-bad to allow this."]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--shard 3/2", "--shard 3/2: expected I/N with I from 1 to N, such as 2/8, or auto."),
+        ("--shard auto", "--shard auto: there is neither SLURM_ARRAY_TASK_ID"),
+        ("--shard 1/2 --out f.parquet", "--shard needs a folder, to which all shards write; try --out f/."),
+        ("--shard 1/2 --overwrite", "--overwrite would delete the parts of the other shards"),
+        ("--on spark", "--on spark: expected ray, for this machine, or ray://ADDRESS, for a cluster."),
+        ("--actors 2", "--actors needs --on ray."),
+        ("--join nowhere", "--join only joins parts that exist; leave out --model, --data."),
+    ],
+)
+def test_wrong_bulk_options_are_one_sentence_errors(
+    vitrail, weights, classes, tmp_path, monkeypatch, options: str, message: str
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("SLURM_ARRAY_TASK_ID", "JOB_COMPLETION_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    result = vitrail("embed", "-m", weights, "--data", classes, "--out", "parts", *options.split())
+    assert result.status == 1
+    assert message in result.errors[0]
+    assert not (tmp_path / "parts").exists()
+
+
+def test_wrong_joins_are_one_sentence_errors(vitrail, weights, classes, tmp_path):
+    assert "there is no folder nowhere" in vitrail("embed", "--join", "nowhere", "--out", tmp_path / "a").errors[0]
+    assert "--join needs --out" in vitrail("embed", "--join", "nowhere").errors[0]
+    vitrail("predict", "-m", weights, "--data", classes, "--out", tmp_path / "classes")
+    [message] = vitrail("embed", "--join", tmp_path / "classes", "--out", tmp_path / "a").errors
+    assert message == f"{tmp_path / 'classes'} was made by vitrail predict; join it with that command."

@@ -7,7 +7,9 @@ import io
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+from images import write_noise_folder
 from small_models import LABELS, gradient, model, small
 
 import vitrail as package
@@ -307,3 +309,46 @@ def test_timm_is_suggested_only_if_it_has_the_class_names(
     result = vitrail("predict", image, "-m", tmp_path / "bare")
     assert f"the checkpoint has no class names: pass --labels FILE{advice}" in result.notes
     assert "class " in result.out
+
+
+def test_a_data_set_is_classified_into_a_folder_of_parts(vitrail, weights, tmp_path):
+    album = write_noise_folder(tmp_path / "album", {"cat": 3, "dog": 2})
+    (album / "cat" / "1.png").write_bytes(b"no image")
+    command = ("predict", "-m", weights, "--data", album, "--top", "2", "--batch-size", "2", "--part-size", "2")
+    result = vitrail(*command, "--out", tmp_path / "classes")
+    assert (result.status, result.out) == (1, f"{tmp_path / 'classes'}: 5 images, the 2 best classes of each.\n")
+    assert result.errors == ["skipped 1 unreadable image; add --skip-bad to allow this."]
+    parts = sorted((tmp_path / "classes").glob("part-*"))
+    rows = [row for part in parts for row in pq.read_table(part).to_pylist()]
+    assert [row["key"] for row in rows] == ["cat/0.png", "cat/1.png", "cat/2.png", "dog/0.png", "dog/1.png"]
+    assert [row["error"] is None for row in rows] == [True, False, True, True, True]
+    expected = json.loads(vitrail("predict", album / "dog" / "0.png", "-m", weights, "--top", "2", "--json").out)
+    assert rows[3]["top_labels"] == [each["label"] for each in expected[0]["predictions"]]
+    for number in (1, 2):
+        vitrail(*command, "--out", tmp_path / f"shard{number}", "--shard", f"{number}/2", "--skip-bad")
+    joins = ("--join", tmp_path / "shard1", "--join", tmp_path / "shard2")
+    joined = vitrail("predict", *joins, "--out", tmp_path / "joined", "--skip-bad", "--json")
+    assert json.loads(joined.out)["num_images"] == 5
+    assert [path.read_bytes() for path in sorted((tmp_path / "joined").glob("part-*"))] == [
+        path.read_bytes() for path in parts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("a.jpg --data digits --out f", "--data SPEC writes the best classes; leave out IMAGE and --logits."),
+        ("--data digits --out f --logits", "--data SPEC writes the best classes; leave out IMAGE and --logits."),
+        ("--data digits", "predict needs --data SPEC and --out DIR: vitrail predict --data photos/ --out classes/."),
+        ("--shard 1/2", "predict needs --data SPEC and --out DIR: vitrail predict --data photos/ --out classes/."),
+        ("--data digits --out f.csv", "--out f.csv: expected a .parquet file or a folder; try f.parquet or f."),
+        ("--data digits --out f --on ray --engine auto", "--engine auto with --on ray: pass the exported file as"),
+        ("--data digits --out f --top 2 --split tset", "unknown split 'tset'; did you mean 'test'?"),
+    ],
+)
+def test_wrong_options_with_data_are_one_sentence_errors(vitrail, weights, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    result = vitrail("predict", "-m", weights, *options.split())
+    assert result.status == 1
+    assert message in result.errors[0]
+    assert list(tmp_path.iterdir()) == []

@@ -101,7 +101,7 @@ def test_overrides_of_comparison_runs_are_upgraded() -> None:
     assert config.compare == ("model.num_heads=1", "batch_size=8", "optim.grad_clip=none", "data.max_bad_fraction=0.5")
 
 
-@pytest.mark.parametrize("document", ["run", "model", "checkpoint", "result", "export", "features", "index"])
+@pytest.mark.parametrize("document", ["run", "model", "checkpoint", "result", "export", "features", "index", "parts"])
 def test_newer_version_is_rejected(document: format_version.Document) -> None:
     with pytest.raises(FormatError, match="=3, expected at most 2; a newer vitrail wrote this file"):
         upgrade(document, {format_version.KEYS[document]: 3})

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from bulk.folders import begin_folder
 from compare import randomized
-from conftest import ROOT
 from image_source import Images
 from small_models import model, small
 
+from vitrail.bulk.outputs import sample_columns, vectors
 from vitrail.config import BiTConfig
 from vitrail.errors import ConfigError, DataError, ModelError, NotFoundError
-from vitrail.evaluation.feature_file import FeatureFile, feature_table, read_features, read_metadata
+from vitrail.evaluation.feature_file import read_features, read_metadata
 from vitrail.evaluation.features import Features, FeatureSpec, extract, extract_features, resolve_features
 from vitrail.models import build
+from vitrail.storage.part_folder import file_metadata, join_parts
 from vitrail.weights.checksum import weights_checksum
 
 CPU = torch.device("cpu")
@@ -182,22 +181,24 @@ def test_different_weights_have_different_checksums():
     assert weights_checksum(net) == weights_checksum(same) != weights_checksum(other)
 
 
-SETTINGS = {"model": "small", "weights": "00000000", "spec": "last", "labels": ["class 0", "class 1", "class 2"]}
+SETTINGS = {"model": "small", "weights": "00000000", "features": "last", "labels": ["class 0", "class 1", "class 2"]}
 
 
 def write_features(
     path, count: int = 7, split: str = "train", width: int = 4, dtype: str = "float32", targets=None, **changes: object
 ):
-    """Write a feature file in two parts; returns its values."""
+    """Write a feature file, or a folder of parts of at most three images; returns its values."""
     source = Images(random_images(count)) if targets is None else Images(random_images(count), targets)
-    file = FeatureFile(path, SETTINGS | changes)
-    file.begin()
+    settings = {"task": "embed", **SETTINGS, "images": {split: [count, "00000000"]}} | changes
+    folder = begin_folder(path if not path.suffix else path.with_suffix(".parts"), settings, images_per_part=3)
     values = torch.arange(count * width).view(count, width).float()
-    for part, rows in enumerate((torch.arange(3), torch.arange(3, count))):
-        file.write_part(
-            part, feature_table(source, split, rows, values[rows], dtype), {"a.jpg": "broken"} if part else {}
-        )
-    file.join(2)
+    for number, first in enumerate(range(0, count, 3)):
+        rows = range(first, min(first + 3, count))
+        table = pa.table(sample_columns(source, split, rows) | {"embedding": vectors(values[list(rows)], dtype)})
+        folder.write_part(number, table, len(rows), {} if number else {"a.jpg": "broken"})
+    _, unreadable = folder.finish()
+    if path.suffix:
+        join_parts(folder.part_paths(), file_metadata(settings, unreadable), path)
     return values
 
 
@@ -217,7 +218,28 @@ def test_written_features_are_read_back(tmp_path, dtype: str):
         == f"fixed_size_list<element: {'float' if dtype == 'float32' else 'halffloat'}>[4]"
     )
     assert read_metadata(tmp_path / "train.parquet")["unreadable"] == {"a.jpg": "broken"}
-    assert not (tmp_path / "train.parquet.parts").exists()
+
+
+def test_a_folder_of_parts_is_read_as_a_file_is(tmp_path):
+    write_features(tmp_path / "file.parquet", 20)
+    write_features(tmp_path / "folder", 20)
+    for of_file, of_folder in zip(
+        read_features([tmp_path / "file.parquet"]), read_features([tmp_path / "folder"]), strict=True
+    ):
+        assert torch.equal(of_file.values, of_folder.values)
+        assert torch.equal(of_file.targets, of_folder.targets)
+
+
+def test_incomplete_folders_and_predictions_are_refused(tmp_path):
+    write_features(tmp_path / "parts", 20)
+    for number in (2, 4, 5):
+        (tmp_path / "parts" / f"part-{number:05d}.parquet").unlink()
+    message = r"parts is not complete: parts 2, 4 to 5 of 7 are missing; run the command that made it again"
+    with pytest.raises(DataError, match=message):
+        read_features([tmp_path / "parts"])
+    write_features(tmp_path / "classes", task="predict")
+    with pytest.raises(DataError, match="classes was made by vitrail predict and has no features"):
+        read_features([tmp_path / "classes"])
 
 
 def test_features_of_another_model_are_refused(tmp_path):
@@ -264,91 +286,3 @@ def test_nan_and_infinite_features_are_refused():
     values[1, 2], values[4, 0] = torch.nan, torch.inf
     with pytest.raises(DataError, match="2 of the 5 images of photos have features that are NaN or infinite"):
         Features(values, torch.zeros(5, dtype=torch.int64), ("a",), "photos")
-
-
-MANY_PARTS = """
-import resource, sys
-from pathlib import Path
-import torch
-from image_source import Images
-from vitrail.evaluation.feature_file import FeatureFile, feature_table
-import numpy as np
-
-file = FeatureFile(Path(sys.argv[1]), {"labels": []})
-file.begin()
-source = Images([np.zeros((8, 8, 3), np.uint8)])
-for number in range(80):
-    bad = {str(number): "broken"} if number % 40 == 0 else {}
-    table = feature_table(source, "train", torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2), "float32")
-    file.write_part(number, table, bad)
-resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
-print(file.join(80))
-"""
-
-
-def test_more_parts_than_the_open_file_limit_are_joined(tmp_path):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
-    command = [sys.executable, "-c", MANY_PARTS, str(tmp_path / "f.parquet")]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "{'0': 'broken', '40': 'broken'}\n"
-    assert pq.read_metadata(tmp_path / "f.parquet").num_rows == 80
-
-
-def test_a_second_process_is_refused_while_one_is_writing(tmp_path):
-    file = FeatureFile(tmp_path / "f.parquet", SETTINGS)
-    file.begin()
-    code = "import sys; from pathlib import Path; from vitrail.evaluation.feature_file import FeatureFile\n"
-    code += "with FeatureFile(Path(sys.argv[1]), {}).lock(): print('mine')"
-    command = [sys.executable, "-c", code, str(file.path)]
-    options = {
-        "capture_output": True,
-        "text": True,
-        "timeout": 120,
-        "env": os.environ | {"PYTHONPATH": str(ROOT / "src")},
-    }
-    with file.lock():
-        refused = subprocess.run(command, check=False, **options)
-    assert f"another process is writing {file.path}; wait for it to finish, or choose another --out." in refused.stderr
-    assert subprocess.run(command, check=True, **options).stdout == "mine\n"
-
-
-def test_lock_is_refused_if_the_parts_have_just_been_joined(tmp_path):
-    file = FeatureFile(tmp_path / "f.parquet", SETTINGS)
-    with pytest.raises(ConfigError, match="another process is writing"), file.lock():
-        pass
-
-
-def test_processes_that_start_at_the_same_time_share_the_parts(tmp_path, monkeypatch):
-    file = FeatureFile(tmp_path / "f.parquet", SETTINGS)
-    replace = os.replace
-
-    def delayed_replace(source, target):
-        if Path(target) == file.parts_folder:
-            monkeypatch.setattr(os, "replace", replace)
-            FeatureFile(file.path, SETTINGS).begin()  # another process is faster
-            (file.parts_folder / "00000.parquet").touch()
-        return replace(source, target)
-
-    monkeypatch.setattr(os, "replace", delayed_replace)
-    assert file.begin()
-    assert [p.name for p in tmp_path.iterdir()] == ["f.parquet.parts"]
-    assert (file.parts_folder / "00000.parquet").exists()
-
-
-def test_parts_of_other_settings_are_refused(tmp_path):
-    FeatureFile(tmp_path / "f.parquet", SETTINGS).begin()
-    with pytest.raises(
-        ConfigError, match=r"f\.parquet\.parts was made with spec=last, not first; choose another --out"
-    ):
-        FeatureFile(tmp_path / "f.parquet", SETTINGS | {"spec": "first"}).begin()
-
-
-def test_multi_label_and_missing_targets_are_written(tmp_path):
-    multi_label = Images(random_images(2), np.array([[True, False, True], [False, False, False]]))
-    table = feature_table(multi_label, "train", torch.arange(2), torch.zeros(2, 4), "float32")
-    assert table["target"].to_pylist() == [[0, 2], []]
-    single_label = Images(random_images(2), [-1, 1])
-    assert feature_table(single_label, "train", torch.arange(2), torch.zeros(2, 4), "float32")[
-        "target"
-    ].to_pylist() == [None, 1]

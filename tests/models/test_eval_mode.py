@@ -16,10 +16,10 @@ from torch import nn
 from training.small_runs import make_photos
 
 import vitrail
+from vitrail.bulk.running import embed
 from vitrail.config import BiTConfig, DataConfig
 from vitrail.engines.engine import TorchEngine
 from vitrail.errors import ModelError
-from vitrail.evaluation.embedding import embed
 from vitrail.evaluation.probing import ProbeSettings, probe
 from vitrail.figures.model_figures import ModelFigures
 from vitrail.inference import run_network

@@ -11,9 +11,9 @@ from small_models import model
 from training.small_runs import make_photos
 
 import vitrail
+from vitrail.bulk.running import embed
 from vitrail.config import SwinConfig
 from vitrail.errors import ModelError
-from vitrail.evaluation.embedding import embed
 from vitrail.evaluation.feature_file import read_features
 from vitrail.evaluation.features import FeatureSpec, extract, resolve_features
 from vitrail.evaluation.probing import ProbeSettings, probe

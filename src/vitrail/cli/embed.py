@@ -1,15 +1,14 @@
-"""`vitrail embed`: write the features of every image to a Parquet file."""
+"""`vitrail embed`: write the features of every image to a Parquet file, or to a folder of parts."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from vitrail.cli.console import print_error, print_plain, progress_bar
-from vitrail.cli.model_options import BatchSize, ModelSpec, open_model
+from vitrail.cli.bulk_options import NO_BULK_OPTIONS, BulkOptions, join_folders, print_result, show_images
+from vitrail.cli.model_options import BatchSize, ModelSpec, model_source, open_model
 from vitrail.cli.option_groups import DataOptions, FeatureOptions, LoadOptions, with_option_groups
 from vitrail.cli.options import Json, parse_ints
 from vitrail.errors import ConfigError
@@ -20,7 +19,8 @@ def embed(
     model: ModelSpec = None,
     source: DataOptions = DataOptions(),
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="The Parquet file, such as features.parquet.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE|DIR", help="A file such as features.parquet, or a folder of parts."),
     ] = None,
     split: Annotated[
         str, typer.Option(metavar="NAME", help="train, validation, test, or all splits of the data.")
@@ -30,7 +30,7 @@ def embed(
         str, typer.Option("--feature-dtype", metavar="TYPE", help="float32, or float16 for half the file size.")
     ] = ("float32"),
     normalize: Annotated[bool, typer.Option("--normalize", help="Scale each feature vector to length 1.")] = (False),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
+    bulk: BulkOptions = NO_BULK_OPTIONS,
     batch_size: BatchSize = 64,
     loading: LoadOptions = LoadOptions(),
     as_json: Json = False,
@@ -39,60 +39,46 @@ def embed(
 
     vitrail embed --model MODEL --data photos/ --out features.parquet
 
-    If it is interrupted or killed, the same command continues where it stopped.
+    If it is interrupted or killed, the same command continues where it stopped. A folder instead of a file keeps the
+    parts, so that several machines can compute them: --shard 1/8, or --on ray.
     """
-    data = source.data
-    for name, value in (("--data SPEC", data), ("--out FILE", out)):
-        if value is None:
-            raise ConfigError(f"embed needs {name}: vitrail embed --data photos/ --out features.parquet.")
-    assert data is not None
-    assert out is not None
-    if out.suffix.lower() not in (".parquet", ".pq"):
-        raise ConfigError(f"--out {out}: expected a .parquet file; try {out.with_suffix('.parquet').name}.")
-    parse_ints(spec.layer, "--layer")  # a wrong option is an error before torch is loaded
-    vit = open_model(model, require_classes=False, require_network=False, **loading.load_options)
-    from vitrail.config import DataConfig
-    from vitrail.evaluation.embedding import IMAGES_PER_PART
-    from vitrail.evaluation.embedding import embed as run
+    if bulk.join:
+        result = join_folders(bulk, out, "embed", {"--model": model, "--data": source.data})
+    else:
+        for name, value in (("--data SPEC", source.data), ("--out FILE or DIR", out)):
+            if value is None:
+                raise ConfigError(f"embed needs {name}: vitrail embed --data photos/ --out features.parquet.")
+        assert source.data is not None
+        assert out is not None
+        check_out(out)
+        parse_ints(spec.layer, "--layer")  # a wrong option is an error before torch is loaded
+        placed = loading.for_driver() if bulk.on else loading
+        vit = open_model(model, require_classes=False, require_network=False, **placed.load_options)
+        from vitrail.bulk.running import embed as run
+        from vitrail.config import DataConfig
 
-    done = 0
-    with progress_bar() as bar:
-        task = bar.add_task("embedding", total=None)
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            bar.advance(task, count)
-
-        try:
+        with show_images("embedding") as progress:
             result = run(
-                vit,
-                DataConfig(source=data, root=source.root),
+                model_source(model, loading.load_options),
+                DataConfig(source=source.data, root=source.root),
                 out,
+                opened=vit,
                 split=split,
                 spec=spec.to_spec(),
                 dtype=feature_dtype,
                 normalize=normalize,
                 batch_size=batch_size,
-                overwrite=overwrite,
-                started=lambda total, before: bar.update(task, total=total, completed=before),
-                advance=advance,
+                device=loading.device,
+                **bulk.run_options,
+                **progress,
             )
-        except KeyboardInterrupt:
-            saved = done // IMAGES_PER_PART * IMAGES_PER_PART
-            print_error(
-                f"stopped after {done:,} more images, of which {saved:,} are saved; the same command continues there."
-            )
-            raise typer.Exit(130) from None
-    if as_json:
-        report: dict[str, Any] = {"file": str(result.path), "num_images": result.num_images, "width": result.width}
-        report |= {"features": result.features, "unreadable": dict(result.unreadable)}
-        typer.echo(json.dumps(report, indent=2))
-    else:
-        images = f"{result.num_images:,} image{'s' * (result.num_images != 1)}"
-        print_plain(f"{result.path}: {images}, {result.width} features each ({result.features}).")
-    if result.unreadable and not source.skip_bad:
-        count = len(result.unreadable)
-        images = "image" if count == 1 else "images"
-        print_error(f"skipped {count:,} unreadable {images}; add --skip-bad to allow this.")
-        raise typer.Exit(1)
+    print_result(result, f"{result.width} features each ({result.features})", as_json, source.skip_bad)
+
+
+def check_out(out: Path) -> None:
+    """Raise ConfigError for the name of a file of another kind."""
+    if out.suffix and out.suffix.lower() not in (".parquet", ".pq") and not out.is_dir():
+        raise ConfigError(
+            f"--out {out}: expected a .parquet file or a folder; try {out.with_suffix('.parquet').name} or "
+            f"{out.with_suffix('').name}."
+        )

@@ -15,6 +15,7 @@ from vitrail.errors import ConfigError, ModelError
 from vitrail.runtime import suppress_note
 
 if TYPE_CHECKING:
+    from vitrail.bulk.job import ModelSource
     from vitrail.model import Model
     from vitrail.weights.shipped import ShippedModel
 
@@ -63,6 +64,15 @@ def open_model(
     if require_classes:
         _check_classes(vit, model or DEFAULT_MODEL.name)
     return vit
+
+
+def model_source(model: str | None, options: dict[str, Any]) -> ModelSource:
+    """The model that `open_model` loads with these options, for other processes to load."""
+    from vitrail.bulk.job import ModelSource
+    from vitrail.weights.shipped import DEFAULT_MODEL
+
+    named = {name: value for name, value in options.items() if name not in ("device", "overrides")}
+    return ModelSource(model or DEFAULT_MODEL.name, named | (options.get("overrides") or {}))
 
 
 def open_with_engine(model: str | None, engine: EngineOptions, device: DeviceOptions, **options: Any) -> Model:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import update_wrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_type_hints
 
 import typer
 
@@ -125,6 +125,10 @@ class DeviceOptions(_OpenModelOptions):
     @property
     def load_options(self) -> dict[str, Any]:
         return {**super().load_options, "device": self.device, "dtype": self.dtype}
+
+    def for_driver(self) -> Self:
+        """The same on the CPU: a driver of other machines loads the model only to check and describe it."""
+        return replace(self, device="cpu")
 
 
 @dataclass(frozen=True)

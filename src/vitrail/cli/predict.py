@@ -13,9 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitrail.cli.bulk_options import NO_BULK_OPTIONS, BulkOptions, join_folders, print_result, show_images
 from vitrail.cli.console import one_line, print_error, print_note, progress_bar
-from vitrail.cli.model_options import BatchSize, LabelFile, ModelSpec, open_with_engine
-from vitrail.cli.option_groups import CheckpointOptions, DeviceOptions, EngineOptions, InputOptions, with_option_groups
+from vitrail.cli.embed import check_out
+from vitrail.cli.model_options import BatchSize, LabelFile, ModelSpec, model_source, open_with_engine
+from vitrail.cli.option_groups import (
+    CheckpointOptions,
+    DataOptions,
+    DeviceOptions,
+    EngineOptions,
+    InputOptions,
+    with_option_groups,
+)
 from vitrail.cli.options import Json
 from vitrail.errors import ConfigError, NotFoundError, VitrailError
 from vitrail.runtime import escape_control
@@ -38,20 +47,27 @@ class Row:
     logits: list[float] | None = None
 
 
-Images = Annotated[
-    list[str],
-    typer.Argument(metavar="IMAGE", help="Image files, folders, or quoted patterns ('photos/**/*.jpg')."),
-]
+_IMAGE = typer.Argument(metavar="IMAGE", help="Image files, folders, or quoted patterns ('photos/**/*.jpg').")
+Images = Annotated[list[str], _IMAGE]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", "-o", metavar="FILE", help="Write a CSV file, or JSON if the name ends in .json."),
+    typer.Option(
+        "--out",
+        "-o",
+        metavar="FILE|DIR",
+        help="Write a CSV file, or JSON if the name ends in .json. With --data: a Parquet file, or a folder of parts.",
+    ),
 ]
 
 
 @with_option_groups
 def predict(
-    images: Images,
+    images: Annotated[list[str] | None, _IMAGE] = None,
     model: ModelSpec = None,
+    source: DataOptions = DataOptions(),
+    split: Annotated[
+        str, typer.Option(metavar="NAME", help="With --data: train, validation, test, or all splits.")
+    ] = "all",
     top: Annotated[int, typer.Option(min=1, metavar="N", help="Number of classes to show.")] = 5,
     labels: LabelFile = None,
     inputs: InputOptions = InputOptions(),
@@ -60,18 +76,32 @@ def predict(
     device: DeviceOptions = DeviceOptions(),
     engine: EngineOptions = EngineOptions(),
     out: Out = None,
+    bulk: BulkOptions = NO_BULK_OPTIONS,
     as_json: Json = False,
     logits: Annotated[bool, typer.Option("--logits", help="With --json: include the logits.")] = False,
 ) -> None:
-    """Classify images. Prints a list for files, and CSV for a folder or a pattern."""
+    """Classify images. Prints a list for files, and CSV for a folder or a pattern.
+
+    vitrail predict photos/ --model MODEL
+
+    With --data, the best classes of every image of a data set are written to a Parquet file or a folder of parts, which
+    several machines can compute: --shard 1/8, or --on ray. The same command continues after an interruption.
+    """
+    options = {"labels": labels, **inputs.load_options, **checkpoint.load_options}  # checked before the images
+    if source.data is not None or bulk != NO_BULK_OPTIONS:
+        if logits or images:
+            raise ConfigError("--data SPEC writes the best classes; leave out IMAGE and --logits.")
+        _predict_data(model, source, split, top, batch_size, out, bulk, options, engine, device, as_json)
+        return
+    if not images:
+        raise typer.BadParameter("Missing argument 'IMAGE'.")
     as_json = as_json or (out is not None and out.suffix.lower() == ".json")
     if logits and not as_json:
         raise ConfigError("--logits needs --json.")
     if out is not None:
         check_destination(out)
-    options = inputs.load_options | checkpoint.load_options  # checked before the images are searched
     paths, many = find_images(images)
-    vit = open_with_engine(model, engine, device, labels=labels, **options)
+    vit = open_with_engine(model, engine, device, **options)
     rows = _Rows(vit, paths, batch_size, top, logits, bar=out is not None or not sys.stdout.isatty())
     top = min(top, vit.config.num_classes)
     text = _json(rows) if as_json else _csv(rows, top) if many or out is not None else _listing(rows)
@@ -86,6 +116,48 @@ def predict(
         print_error(f"{rows.failed} of {len(paths)} images could not be read.")
     if rows.failed:
         raise typer.Exit(1)
+
+
+def _predict_data(
+    model: str | None,
+    source: DataOptions,
+    split: str,
+    top: int,
+    batch_size: int,
+    out: Path | None,
+    bulk: BulkOptions,
+    options: dict[str, Any],
+    engine: EngineOptions,
+    device: DeviceOptions,
+    as_json: bool,
+) -> None:
+    """Write the best classes of every image of a data set."""
+    if bulk.join:
+        result = join_folders(bulk, out, "predict", {"--model": model, "--data": source.data})
+    else:
+        if source.data is None or out is None:
+            raise ConfigError("predict needs --data SPEC and --out DIR: vitrail predict --data photos/ --out classes/.")
+        check_out(out)
+        if bulk.on and engine.engine is not None:
+            raise ConfigError(f"--engine {engine.engine} with --on ray: pass the exported file as --model instead.")
+        vit = open_with_engine(model, engine, device.for_driver() if bulk.on else device, **options)
+        from vitrail.bulk.running import predict as run
+        from vitrail.config import DataConfig
+
+        with show_images("predicting") as progress:
+            result = run(
+                model_source(model, {**options, **device.load_options}),
+                DataConfig(source=source.data, root=source.root),
+                out,
+                opened=vit,
+                split=split,
+                top=top,
+                batch_size=batch_size,
+                device=device.device,
+                **bulk.run_options,
+                **progress,
+            )
+    print_result(result, f"the {result.width} best classes of each", as_json, source.skip_bad)
 
 
 class _Rows:

@@ -13,7 +13,7 @@ from vitrail.errors import FormatError
 
 VERSION = 2
 
-Document = Literal["run", "model", "checkpoint", "result", "export", "features", "index"]
+Document = Literal["run", "model", "checkpoint", "result", "export", "features", "index", "parts"]
 
 KEYS: dict[Document, str] = {
     "run": "format_version",
@@ -23,6 +23,7 @@ KEYS: dict[Document, str] = {
     "export": "version",
     "features": "format_version",
     "index": "format_version",
+    "parts": "format_version",
 }
 """The field that holds a document's version. Version 1 of runs, checkpoints, results and features has none."""
 

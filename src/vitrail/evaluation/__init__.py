@@ -1,12 +1,12 @@
 """Metrics of classifiers and of frozen features.
 
-evaluate, probing, embedding  the functions behind `vitrail eval`, `probe` and `embed`
+evaluate, probing             the functions behind `vitrail eval` and `probe`
 accuracy, scores              top-1, top-5, loss and confusion matrix of a network over batches
 intervals, calibration        95 % intervals; expected calibration error
 per_class, imagenet_real      precision and recall per class; ImageNet-ReaL accuracy
 class_matching, synsets       mapping from a data set's classes to a model's outputs
 summary                       the result of one evaluation: `Evaluation`
-features, feature_file        feature extraction; Parquet files of features
+features, feature_file        feature extraction; features read from files and folders of parts
 fewshot, knn, logistic        classifiers on frozen features
 """
 

@@ -1,6 +1,6 @@
 """Kill an embedding run with SIGKILL as its parts appear, resume it each time, and compare with an uninterrupted run.
 
-python tests/evaluation/killing.py FOLDER [--kills 5]
+python tests/bulk/killing.py FOLDER [--kills 5]
 
 Both files must have the same bytes. Runs are forked from a process that has imported all modules but not
 computed anything.
@@ -20,8 +20,8 @@ import numpy as np
 from PIL import Image
 
 import vitrail
+from vitrail.bulk.running import embed
 from vitrail.config import PreprocessConfig, ViTConfig
-from vitrail.evaluation.embedding import embed
 from vitrail.models import build
 from vitrail.weights.model_info import ModelInfo
 
@@ -65,7 +65,7 @@ def wait_for_parts(child: int, until: int, parts: Path) -> int | None:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
-        if len(list(parts.glob("0*.parquet"))) >= until:
+        if len(list(parts.glob("part-*.parquet"))) >= until:
             return None
         time.sleep(0.001)
     raise TimeoutError((parts.parent / "log.txt").read_text())
@@ -89,7 +89,7 @@ def main() -> int:
         assert wait_for_parts(child, 2 * kill + 1, parts) is None, (killed.parent / "log.txt").read_text()
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        parts_at_kill.append(len(list(parts.glob("0*.parquet"))))
+        parts_at_kill.append(len(list(parts.glob("part-*.parquet"))))
     assert wait_for_parts(start_embedding(data, killed), 10**9, parts) == 0, (killed.parent / "log.txt").read_text()
     same = uninterrupted.read_bytes() == killed.read_bytes()
     files_left = sorted(p.name for p in killed.parent.iterdir() if p.name != "log.txt")
