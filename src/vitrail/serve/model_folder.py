@@ -7,6 +7,7 @@ under a hidden name are invisible until they are renamed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,99}")
 """Names of models and versions: they are part of URLs and of metric labels."""
 CANARY, SETTINGS = "canary", "serving.json"
 """Names beside the versions of a model: the images that a new version is tried on, and settings."""
+MODEL_STEMS = ("model", "pytorch_model")
 MAX_FILES = 5000
 """Files in one version; more are not those of a model."""
 ClassRule = Literal["append", "any"]
@@ -72,30 +74,37 @@ def find_models(folder: Path) -> dict[str, FoundModel]:
     models = {}
     for path in _visible(folder):
         name = _name_of(path)
-        if not NAME.fullmatch(name) or name in models:
-            continue
-        if (model_path := model_in(path)) is not None:
-            versions = [_find_version(name, "1", model_path)]
-        elif path.is_dir():
-            versions = [
-                _find_version(name, _name_of(entry), model_path)
-                for entry in _visible(path)
-                if NAME.fullmatch(_name_of(entry)) and (model_path := model_in(entry)) is not None
-            ]
-        else:
-            continue
-        found = {one.version: one for one in versions if one is not None}
-        canary = path / CANARY
-        settings, problem = _read_settings(path / SETTINGS)
-        if found:
-            models[name] = FoundModel(name, found, canary if canary.is_dir() else None, settings, problem)
+        if NAME.fullmatch(name) and name not in models:
+            with contextlib.suppress(
+                PermissionError, FileNotFoundError, NotADirectoryError
+            ):  # lost+found, just removed
+                model = _find_model(name, path)
+                if model.versions:
+                    models[name] = model
     return models
 
 
-def model_in(path: Path) -> Path | None:
+def _find_model(name: str, path: Path) -> FoundModel:
+    """The versions of the model at this path: one, if it is itself a model."""
+    versions = []
+    if (model_path := model_in(path, any_name=False)) is not None:
+        versions.append(_find_version(name, "1", model_path))
+    elif path.is_dir():
+        entries = [(_name_of(entry), model_in(entry)) for entry in _visible(path)]
+        versions += [
+            _find_version(name, version, found) for version, found in entries if found and NAME.fullmatch(version)
+        ]
+    canary = path / CANARY
+    settings, problem = _read_settings(path / SETTINGS)
+    found_versions = {one.version: one for one in versions if one is not None}
+    return FoundModel(name, found_versions, canary if canary.is_dir() else None, settings, problem)
+
+
+def model_in(path: Path, any_name: bool = True) -> Path | None:
     """The path to load if this is a model, else None.
 
-    A model is a model or run folder, a weights file, an exported file, or a folder with one of these files.
+    A model is a model or run folder, a weights file, an exported file, or a folder with one of these files, named
+    model.* unless `any_name` is true.
     """
     if path.name in (CANARY, SETTINGS):
         return None
@@ -106,12 +115,10 @@ def model_in(path: Path) -> Path | None:
         return path if suffix in WEIGHTS_SUFFIXES or suffix in SUFFIXES.values() else None
     if (path / "config.json").is_file():
         return path
-    files = [one for one in _visible(path) if one.is_file()]
-    exported = [one for one in files if one.suffix.lower() in SUFFIXES.values()]
-    if len(exported) == 1:
-        return exported[0]
-    weights = [one for one in files if one.suffix.lower() in WEIGHTS_SUFFIXES]
-    return weights[0] if len(weights) == 1 and weights[0].stem in ("model", "pytorch_model") else None
+    if not path.is_dir():
+        return None
+    files = [found for one in _visible(path) if one.is_file() and (found := model_in(one)) is not None]
+    return files[0] if len(files) == 1 and (any_name or files[0].stem in MODEL_STEMS) else None
 
 
 def _find_version(name: str, version: str, path: Path) -> FoundVersion | None:

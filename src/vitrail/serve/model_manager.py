@@ -194,6 +194,7 @@ class ModelManager:
             models = self._folder.models
             if version.name not in models or version.version not in models[version.name].versions:
                 del self.status[key]
+        self.registry.retire(version)
         task = asyncio.create_task(self._drain(version))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -259,14 +260,17 @@ class ModelManager:
 
     def _describe_model(self, name: str, private: bool) -> dict[str, Any]:
         default = self.registry.default(name)
-        versions = [
-            self._describe_version(one, private)
-            for (model, _), one in sorted(self.status.items(), key=lambda item: version_key(item[0][1]))
-            if model == name
-        ]
-        versions += [{"version": one.version, "state": "draining"} for one in self.registry.draining(name)]
+        found = [one for (model, _), one in self.status.items() if model == name]
+        versions = {one.found.version: self._describe_version(one, private) for one in found}
+        for version in {one.version for one in self.registry.draining(name)}:
+            described = versions.setdefault(version, {"version": version, "state": "draining"})
+            described |= {"state": "draining"} if described["state"] == "available" else {}
         problem = self._folder.models[name].problem if name in self._folder.models else ""
-        described = {"name": name, "default": None if default is None else default.version, "versions": versions}
+        described = {
+            "name": name,
+            "default": None if default is None else default.version,
+            "versions": sorted(versions.values(), key=lambda one: version_key(one["version"])),
+        }
         return described | ({"problem": problem} if problem else {})
 
     def _describe_version(self, status: VersionStatus, private: bool) -> dict[str, Any]:

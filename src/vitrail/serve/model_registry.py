@@ -23,8 +23,6 @@ class ModelRegistry:
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
-        self.revision = 0
-        """Increases with every change."""
         self.describe_folder: Callable[[], list[dict[str, Any]]] | None = None
         """Describes a watched folder of models, also what is not loaded; None without one."""
         self.expected: frozenset[str] = frozenset()
@@ -96,21 +94,19 @@ class ModelRegistry:
         replaced, versions[added.version] = versions.get(added.version), added
         if default or len(versions) == 1:
             self._defaults[added.name] = added.version
-        self._changed()
         return replaced
 
     def set_default(self, name: str, version: str) -> None:
         """Make a loaded version the default of its model."""
         self._defaults[name] = self.get(name, version).version
-        self._changed()
 
     def sort(self, first: str | None = None) -> None:
         """Order the models by name, with `first` before the others."""
         names = sorted(self._versions, key=lambda name: (name != first, version_key(name)))
         self._versions = {name: self._versions[name] for name in names}
 
-    async def drain(self, removed: ModelVersion) -> None:
-        """Remove a version: it gets no more requests, finishes those it has, and releases its threads and memory.
+    def retire(self, removed: ModelVersion) -> None:
+        """Take a version out of use: it gets no more requests. `drain` then releases it.
 
         If it was the default, the newest of the other versions becomes the default.
         """
@@ -122,13 +118,14 @@ class ModelRegistry:
             elif self._defaults[removed.name] == removed.version:
                 self._defaults[removed.name] = self.versions(removed.name)[-1].version
         self._draining.append(removed)
-        self._changed()
+
+    async def drain(self, retired: ModelVersion) -> None:
+        """Wait until a retired version has finished its requests, and release its threads, memory and metrics."""
         try:
-            await removed.stop()
+            await retired.stop()
         finally:
-            self._draining.remove(removed)
-            self.metrics.remove_model(removed.name, removed.version)
-            self._changed()
+            self._draining.remove(retired)
+            self.metrics.remove_model(retired.name, retired.version)
 
     def start(self) -> None:
         """Start the threads of all versions."""
@@ -152,9 +149,6 @@ class ModelRegistry:
             *({"version": one.version, "state": "draining"} for one in self.draining(name)),
         ]
         return {"name": name, "default": self._defaults[name], "versions": versions}
-
-    def _changed(self) -> None:
-        self.revision += 1
 
 
 def version_key(version: str) -> list[tuple[int, int, str]]:
