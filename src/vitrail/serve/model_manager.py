@@ -255,14 +255,15 @@ class ModelManager:
 
     def describe(self, private: bool = False) -> list[dict[str, Any]]:
         """Every model with the state of each version. private: with paths and the full reasons."""
-        names = dict.fromkeys([*self.registry.names, *(name for name, _ in self.status)])
+        draining = [version.name for version in self.registry.draining]
+        names = dict.fromkeys([*self.registry.names, *(name for name, _ in self.status), *draining])
         return [self._describe_model(name, private) for name in names]
 
     def _describe_model(self, name: str, private: bool) -> dict[str, Any]:
         default = self.registry.default(name)
         found = [one for (model, _), one in self.status.items() if model == name]
         versions = {one.found.version: self._describe_version(one, private) for one in found}
-        for version in {one.version for one in self.registry.draining(name)}:
+        for version in {one.version for one in self.registry.draining if one.name == name}:
             described = versions.setdefault(version, {"version": version, "state": "draining"})
             described |= {"state": "draining"} if described["state"] == "available" else {}
         problem = self._folder.models[name].problem if name in self._folder.models else ""
