@@ -141,6 +141,10 @@ def test_a_version_can_be_kept_beside_the_default_and_unloaded(folder: Path, mon
         wait_until(lambda: states_of(client) == {"1": "available", "2": "ready"})
         assert predict(client, version="1").status_code == 404
         client.post("/admin/models/photos/versions/2/unload?wait=60", headers=ADMIN)
+        assert predict(client).json()["version"] == "1"
+        client.post("/admin/models/photos/versions/1/unload?wait=60", headers=ADMIN)
+        wait_until(lambda: states_of(client) == {"1": "available", "2": "available"})
+        assert predict(client, model="photos").status_code == 503
         client.post("/admin/models/photos/versions/1/default?wait=60", headers=ADMIN)
         assert predict(client).json()["version"] == "1"
 

@@ -143,9 +143,10 @@ class ModelManager:
         if target is not None and target.loaded is not None:
             self.registry.set_default(name, target.found.version)
             unused = {one.version for one in versions} - {target.found.version, *self._kept(name)}
-        else:  # only what is gone, and only if nothing else can take its place
-            present = self._folder.models[name].versions if name in self._folder.models else {}
-            unused = set() if target is not None else {one.version for one in versions} - set(present)
+        elif target is not None:  # what is in use stays until the target can take its place
+            unused = set()
+        else:
+            unused = {one.version for one in versions} - {*self._offered(name)}
         for one in versions:
             if one.version in unused:
                 self._start_drain(one)
@@ -165,17 +166,15 @@ class ModelManager:
 
         A loaded version whose files have been overwritten with a bad one stays usable.
         """
-        model, choice = self._folder.models.get(name), self._folder.choices.models.get(name)
-        if model is None:
-            return None
-        held = {} if choice is None else choice.held
-        statuses = [
-            self.status[name, version]
-            for version in model.versions
-            if held.get(version) != model.versions[version].signature
-        ]
+        statuses = [self.status[name, version] for version in self._offered(name)]
         usable = [one for one in statuses if one.state != "failed" or one.loaded is not None]
         return max(usable, key=lambda one: version_key(one.found.version), default=None)
+
+    def _offered(self, name: str) -> list[str]:
+        """Versions in the folder that are not held back."""
+        choice = self._folder.choices.models.get(name)
+        held = {} if choice is None else choice.held
+        return [version for version, signature in self.signatures(name).items() if held.get(version) != signature]
 
     def _kept(self, name: str) -> list[str]:
         """Versions to load beside the default."""
