@@ -4,6 +4,9 @@ server.py              one process: listen, drain, stop;   supervisor.py: severa
 connections.py         uvicorn's HTTP protocol with timeouts and limits
 app.py                 the routes;   schema.py: parameters, /openapi.json;   response_types.py: responses
 model_registry.py      names -> versions -> the one that answers by default;   model_version.py: one loaded version
+model_manager.py       watches a folder of models: load, switch, drain;   model_folder.py: what is in it
+version_loader.py      loads a version in the background;   canary.py: tries it on images
+admin.py               routes of operators;   model_choices.py: what they chose, in a file that all workers follow
 request_parsing.py     request body -> images and parameters, within limits
 image_decoder.py       image bytes -> pixels, header checked first;   image_headers.py: cost of a header
 decode_pool.py         images of many requests -> pixels;   decode_process.py: large images, in a low-priority process

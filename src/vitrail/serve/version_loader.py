@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from vitrail.data.resident import free_memory
+from vitrail.engines.exported_files import is_exported
 from vitrail.errors import VitrailError
 from vitrail.serve.canary import DEFAULT_DROP, CanaryReport, check_classes, check_outputs, read_canary
 from vitrail.serve.decode_pool import set_torch_threads
@@ -101,7 +102,8 @@ class VersionLoader:
 
         previous: the version in use; it is compared with the new one.
         """
-        return await self._run_in_thread(self._load, status, model, previous)
+        low_priority = self.config.low_priority and not is_exported(status.found.path)
+        return await _run_in_thread(low_priority, self._load, status, model, previous)
 
     def _load(self, status: VersionStatus, model: FoundModel, previous: ModelVersion | None) -> ModelVersion:
         found = status.found
@@ -135,27 +137,28 @@ class VersionLoader:
             check_classes(served, previous.served, model.settings)
         return check_outputs(served, images, previous.served, previous.version, drop)
 
-    async def _run_in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a function in a new thread, of low priority if possible: a priority cannot be raised again."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
 
-        def settle(method: Callable[[Any], None], value: Any) -> None:
-            if not future.done():
-                method(value)
+async def _run_in_thread(low_priority: bool, function: Callable[..., Result], *arguments: Any) -> Result:
+    """Run a function in a new thread, because a priority that was lowered cannot be raised again."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
 
-        def run() -> None:
-            try:
-                if self.config.low_priority:
-                    lower_thread_priority()
-                outcome: tuple[Callable[[Any], None], Any] = future.set_result, function(*arguments)
-            except BaseException as error:
-                outcome = future.set_exception, error
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(settle, *outcome)
+    def settle(method: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            method(value)
 
-        threading.Thread(target=run, name="load-model", daemon=True).start()
-        return await future
+    def run() -> None:
+        try:
+            if low_priority:
+                lower_thread_priority()
+            outcome: tuple[Callable[[Any], None], Any] = future.set_result, function(*arguments)
+        except BaseException as error:
+            outcome = future.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, name="load-model", daemon=True).start()
+    return await future
 
 
 def lower_thread_priority() -> None:
