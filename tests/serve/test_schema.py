@@ -26,7 +26,7 @@ from schemathesis import GenerationMode
 IMAGES = st.sampled_from([photo(0), photo(1), photo(2, "PNG"), photo(3, "WEBP")])
 schemathesis.openapi.format("binary", IMAGES)
 schemathesis.openapi.format("byte", IMAGES.map(lambda data: base64.b64encode(data).decode()))
-REFUSED = ["400", "403", "405", "408", "413", "415", "431"]
+REFUSED = ["400", "403", "404", "405", "408", "413", "415", "431"]
 EXAMPLES = int(os.environ.get("VITRAIL_EXAMPLES", "25"))
 RAW_TYPES = (*IMAGE_TYPES, "application/octet-stream")
 for kind in RAW_TYPES:
@@ -41,7 +41,7 @@ def schema() -> dict[str, Any]:
 def test_the_schema_describes_every_route(schema: dict[str, Any]) -> None:
     routes = {(path, method) for path, methods in schema["paths"].items() for method in methods}
     posts = {(f"/v1/{name}", "post") for name in ("predict", "embed", "explain", "preprocess")}
-    gets = {(f"/v1/{name}", "get") for name in ("model", "positions", "samples")}
+    gets = {(f"/v1/{name}", "get") for name in ("models", "model", "positions", "samples")}
     assert routes == posts | gets | {("/healthz", "get"), ("/readyz", "get"), ("/metrics", "get")}
 
 
@@ -52,9 +52,9 @@ def test_the_schema_describes_bodies_and_parameters_with_examples(schema: dict[s
     assert {kind.rpartition("/")[2].replace("x-portable-pixmap", "ppm").upper() for kind in IMAGE_TYPES} == set(FORMATS)
     fields = [kind["required"] for kind in content["multipart/form-data"]["schema"]["anyOf"]]
     assert fields == [["images"], ["image"], ["file"]]
-    assert {p["name"] for p in predict["parameters"]} == {"X-Deadline-Ms", "top", "hide", "fill"}
+    assert {p["name"] for p in predict["parameters"]} == {"X-Deadline-Ms", "model", "version", "top", "hide", "fill"}
     embed = {p["name"]: p for p in schema["paths"]["/v1/embed"]["post"]["parameters"]}
-    assert set(embed) == {"X-Deadline-Ms", "hide", "fill"}
+    assert set(embed) == {"X-Deadline-Ms", "model", "version", "hide", "fill"}
     assert embed["hide"]["schema"]["examples"] == [[0, 1, 2]]
     assert embed["hide"]["schema"]["maxItems"] == 20_000
     assert embed["hide"]["schema"]["items"] == {"type": "integer", "minimum": 0, "maximum": 15}
@@ -78,6 +78,7 @@ def test_examples_are_those_of_the_served_model(schema: dict[str, Any]) -> None:
     schemas = schema["components"]["schemas"]
     assert schemas["PredictResponse"]["properties"]["model"]["examples"] == ["small"]
     assert schemas["Prediction"]["properties"]["label"]["examples"] == [LABELS[0]]
+    assert schemas["PredictResponse"]["properties"]["version"]["examples"] == ["1"]
     assert schemas["ModelResponse"]["examples"][0]["name"] == "small"
     assert schemas["HealthResponse"]["properties"]["status"]["const"] == "alive"
     assert schemas["ReadyResponse"]["properties"]["status"]["const"] == "ready"
@@ -91,7 +92,8 @@ def api() -> Any:
 
 
 ROUTES = [(f"/v1/{name}", "POST") for name in ("predict", "embed", "explain", "preprocess")]
-ROUTES += [(path, "GET") for path in ("/v1/model", "/v1/positions", "/v1/samples", "/healthz", "/readyz", "/metrics")]
+ROUTES += [(f"/v1/{name}", "GET") for name in ("models", "model", "positions", "samples")]
+ROUTES += [(path, "GET") for path in ("/healthz", "/readyz", "/metrics")]
 
 
 def nested(values: Any) -> bool:

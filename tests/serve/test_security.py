@@ -27,7 +27,7 @@ def client() -> Iterator[httpx.Client]:
         yield client
 
 
-PROTECTED = ["/v1/model", "/v1/positions", "/v1/samples", "/metrics", "/openapi.json"]
+PROTECTED = ["/v1/models", "/v1/model", "/v1/positions", "/v1/samples", "/metrics", "/openapi.json"]
 PUBLIC = ["/", "/docs", "/healthz", "/readyz", "/static/docs.js", "/samples/cat.jpg"]
 
 
@@ -110,7 +110,7 @@ def test_with_the_token_requests_are_answered(client: httpx.Client) -> None:
 def test_a_wrong_token_is_counted_for_its_route(client: httpx.Client) -> None:
     def count() -> float:
         text = client.get("/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
-        name = 'vitrail_requests_total{route="/v1/embed",status="401"}'
+        name = 'vitrail_requests_total{model="",route="/v1/embed",status="401",version=""}'
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
     before = count()

@@ -1,13 +1,14 @@
-"""HTTP service for one model: predictions, features, explanations, and the explorer page.
+"""HTTP service: predictions, features, explanations, and the explorer page.
 
 server.py              one process: listen, drain, stop;   supervisor.py: several processes
 connections.py         uvicorn's HTTP protocol with timeouts and limits
-app.py                 the routes;   schema.py: parameters, responses, /openapi.json
+app.py                 the routes;   schema.py: parameters, /openapi.json;   response_types.py: responses
+model_registry.py      names -> versions -> the one that answers by default;   model_version.py: one loaded version
 request_parsing.py     request body -> images and parameters, within limits
 image_decoder.py       image bytes -> pixels, header checked first;   image_headers.py: cost of a header
 decode_pool.py         images of many requests -> pixels;   decode_process.py: large images, in a low-priority process
 fork_server.py         forks and kills those processes
-batching.py            pixels of many requests -> batches -> the outputs of each request
+batching.py            pixels of many requests -> batches -> the outputs of each request;   batch_size.py: by timing
 fair_queue.py          queue that takes turns between clients;   quota.py: limits per client
 weighted_semaphore.py  limit on the pixels being decoded at a time
 limits.py              limits on a request, batching and threads

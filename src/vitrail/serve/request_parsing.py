@@ -22,7 +22,7 @@ from vitrail.serve.quota import Lease
 
 IMAGE_FIELDS = ("images", "image", "file")
 """Form fields that hold images."""
-TEXT_PARAMETERS = ("target", "fill", "methods")
+TEXT_PARAMETERS = ("target", "fill", "methods", "model", "version")
 """Parameters that are text, and need no JSON quotes in a form or query string."""
 LIST_PARAMETERS = ("hide", "layers", "methods")
 """Parameters that are lists: one JSON list, or one field per element."""

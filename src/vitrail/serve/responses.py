@@ -27,7 +27,7 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
     return {"label": prediction.label, "index": prediction.index, "score": prediction.score}
 
 
-def describe_model(served: ServedModel, limits: Limits) -> dict[str, Any]:
+def describe_model(served: ServedModel, limits: Limits, name: str, version: str) -> dict[str, Any]:
     """Response of /v1/model."""
     info, model = served.info, served.model
     config = info.config
@@ -35,7 +35,8 @@ def describe_model(served: ServedModel, limits: Limits) -> dict[str, Any]:
     rows, columns = served.grid
     net = model.net if model is not None else None
     return {
-        "name": served.name,
+        "name": name,
+        "version": version,
         "family": info.family,
         "task": info.task if served.classifies else "embed",
         "multi_label": info.multi_label,
@@ -54,7 +55,7 @@ def describe_model(served: ServedModel, limits: Limits) -> dict[str, Any]:
         "methods": list(served.explain_methods),
         "engine": served.engine.name,
         "precision": served.engine.precision,
-        "version": __version__,
+        "vitrail_version": __version__,
         "limits": {
             "max_bytes": limits.max_bytes,
             "max_pixels": limits.max_pixels,

@@ -88,8 +88,8 @@ class SecurityMiddleware:
             await self._send_error(error, send_with_headers)
         finally:
             route = _route_path(scope, self.routes)
-            self.metrics.requests.labels(route, str(status)).inc()
-            self.metrics.request_seconds.labels(route).observe(time.perf_counter() - start)
+            model = scope.get("state", {}).get("model", ("", ""))
+            self.metrics.record_request(route, status, time.perf_counter() - start, model)
 
     def check_token(self, scope: Scope) -> None:
         """Raise RequestError unless the token is correct or not needed."""

@@ -92,9 +92,7 @@ class Server(uvicorn.Server):  # type: ignore[misc]
 
     async def on_tick(self, counter: int) -> bool:
         now = time.monotonic()
-        if self.started_at and (
-            self.config.app.state.service.batcher.ready or now > self.started_at + WARM_UP_TIMEOUT_S
-        ):
+        if self.started_at and (self.config.app.state.service.is_ready or now > self.started_at + WARM_UP_TIMEOUT_S):
             self.started_at = 0.0
             self.on_started()
         if self.drain_requested_at is not None:
@@ -225,10 +223,8 @@ def serve_in_process(
     app = create_app(served, limits, work, settings.token, settings.hosts)
 
     def report_started() -> None:
-        started(
-            served.name,
-            f"{served.describe_engine(settings.cores)}, batches of up to {app.state.service.batcher.batch_size}",
-        )
+        batch_size = app.state.service.default.batcher.batch_size
+        started(served.name, f"{served.describe_engine(settings.cores)}, batches of up to {batch_size}")
 
     config = uvicorn_config(app, backlog=backlog, timeout_graceful_shutdown=settings.shutdown_timeout)
     server = Server(config, settings, report_started, stopping, worker=on_created is not None)
