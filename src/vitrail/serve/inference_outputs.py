@@ -77,8 +77,8 @@ def _output_tensor(
     if output.name in ("probabilities", "labels"):
         values = class_probabilities(torch.from_numpy(values), info).float().numpy()
     if output.classification is not None:
-        texts = [_classification(info, row, output.classification) for row in values]
-        return OutputTensor(output.name, (len(texts), len(texts[0])), sum(texts, []), output.binary)
+        texts = [text for row in values for text in _classification(info, row, output.classification)]
+        return OutputTensor(output.name, (len(values), len(texts) // len(values)), texts, output.binary)
     if output.name == "labels":
         labels = [class_label(info, int(index)) for index in values.argmax(1)]
         return OutputTensor(output.name, (len(labels),), labels, output.binary)

@@ -8,30 +8,61 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from vitrail.serve.call import Call
 from vitrail.serve.http_errors import RequestError
 from vitrail.serve.limits import Limits
-from vitrail.serve.request_parsing import check_no_url, parse_json, too_many_images
+from vitrail.serve.request_parsing import (
+    Chunks,
+    RequestBody,
+    check_no_url,
+    join_chunks,
+    parse_json,
+    request_type,
+    too_many_images,
+)
+from vitrail.serve.schema import ModelParameters
 from vitrail.serve.served_model import Floats
 
 EncodingFormat = Literal["float", "base64"]
-FIELDS = ("model", "input", "messages", "encoding_format", "dimensions", "user")
+FIELDS = ("model", "version", "input", "messages", "encoding_format", "dimensions", "user")
 DATA_URI = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.I)
 EXPECTED_IMAGE = "expected a data URI such as data:image/jpeg;base64,..."
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmbeddingsRequest:
-    """A parsed request."""
+@dataclass
+class EmbeddingsBody(RequestBody):
+    """A parsed body, whose images are data URIs."""
 
-    model: str
-    images: list[bytes | str]
-    """Data URIs."""
     encoding_format: EncodingFormat = "float"
     dimensions: int | None = None
 
 
-def parse_request(body: bytes, limits: Limits) -> EmbeddingsRequest:
-    values = parse_json(body)
+async def parse_body(request: Request, chunks: Chunks, limits: Limits) -> RequestBody:
+    """Parse the body of a request."""
+    if request_type(request) != "application/json":
+        message = f"got a body of type {request_type(request)[:80] or 'none'!r}, expected application/json."
+        raise RequestError(415, "unsupported_body", message)
+    return parse_values(parse_json(await join_chunks(chunks)), limits)
+
+
+async def answer(call: Call, parameters: ModelParameters) -> Response:
+    """The embeddings of the images of a request."""
+    body, dimension = call.body, call.version.served.feature_dimension
+    assert isinstance(body, EmbeddingsBody)
+    if body.dimensions not in (None, dimension):
+        raise _invalid(
+            f"got dimensions={body.dimensions}, but the embeddings of this model have {dimension} and are not trained "
+            "to be shortened; leave dimensions out."
+        )
+    rows = await call.infer("features")
+    return JSONResponse(describe_embeddings(body.encoding_format, call.version.name, rows))
+
+
+def parse_values(values: Any, limits: Limits) -> EmbeddingsBody:
+    """JSON -> images and parameters."""
     if not isinstance(values, dict):
         raise _invalid('expected a JSON object such as {"model": "...", "input": ["data:image/jpeg;base64,..."]}.')
     for name in values:
@@ -53,30 +84,23 @@ def parse_request(body: bytes, limits: Limits) -> EmbeddingsRequest:
     if len(items) > limits.max_images:
         raise too_many_images(limits)
     images: list[bytes | str] = [_image(item, number, len(items)) for number, item in enumerate(items)]
-    return EmbeddingsRequest(model=model, images=images, encoding_format=encoding, dimensions=dimensions)
+    chosen = {name: values[name] for name in ("model", "version") if name in values}
+    return EmbeddingsBody(images, chosen, encoding_format=encoding, dimensions=dimensions)
 
 
-def encode_response(request: EmbeddingsRequest, model: str, rows: Sequence[Floats]) -> dict[str, Any]:
+def describe_embeddings(encoding: EncodingFormat, model: str, rows: Sequence[Floats]) -> dict[str, Any]:
     """The response for the features of each image. Images have no text tokens, so the usage is 0."""
-    as_base64 = request.encoding_format == "base64"
     data = [
         {
             "object": "embedding",
             "index": index,
-            "embedding": base64.b64encode(row.astype("<f4").tobytes()).decode() if as_base64 else row.tolist(),
+            "embedding": row.tolist()
+            if encoding == "float"
+            else base64.b64encode(row.astype("<f4").tobytes()).decode(),
         }
         for index, row in enumerate(rows)
     ]
     return {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": 0, "total_tokens": 0}}
-
-
-def check_dimensions(request: EmbeddingsRequest, dimension: int) -> None:
-    """Raise RequestError if the request wants other embeddings than those of `dimension` values."""
-    if request.dimensions not in (None, dimension):
-        raise _invalid(
-            f"got dimensions={request.dimensions}, but the embeddings of this model have {dimension} and are not "
-            "trained to be shortened; leave dimensions out."
-        )
 
 
 def _listed(items: Any) -> list[Any]:

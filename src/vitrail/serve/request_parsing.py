@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,17 +80,42 @@ class _FormParser(MultiPartParser):
             file.close()
 
 
-async def read_body(request: Request, limits: Limits, lease: Lease, deadline: float | None = None) -> RequestBody:
-    """Receive and parse the body according to its content type. `deadline` is on the clock of `time.monotonic`."""
-    _check_content_encoding(", ".join(request.headers.getlist("content-encoding")))
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+BodyParser = Callable[[Request, Chunks, Limits], Awaitable[RequestBody]]
+"""Parses a body of one route."""
+
+
+async def parse_body(request: Request, chunks: Chunks, limits: Limits) -> RequestBody:
+    """Parse a body according to its content type: one image, a form, or JSON, with parameters."""
+    content_type = request_type(request)
     supported = ("multipart/form-data", "application/json", "application/octet-stream", *UNDECLARED_TYPES)
     if content_type not in supported and not _is_image_type(content_type):
         raise _unsupported_type(content_type)
+    if content_type == "multipart/form-data":
+        body = await _parse_form(request.headers, chunks, limits)
+    elif content_type == "application/json":
+        body = _body_from_json(await join_chunks(chunks))
+    else:
+        image = await _read_image(content_type, chunks)
+        body = RequestBody([image] if image else [])
+    body.parameters = (
+        _parse_parameters(request.query_params.multi_items()) | body.parameters
+    )  # the body takes precedence
+    return body
+
+
+async def read_body(
+    request: Request,
+    limits: Limits,
+    lease: Lease,
+    deadline: float | None = None,
+    parse: BodyParser = parse_body,
+) -> RequestBody:
+    """Receive and parse the body. `deadline` is on the clock of `time.monotonic`."""
+    _check_content_encoding(", ".join(request.headers.getlist("content-encoding")))
     remaining = limits.body_timeout if deadline is None else max(deadline - time.monotonic(), 0)
     try:
         async with asyncio.timeout(min(limits.body_timeout, remaining)):
-            body = await _parse(content_type, request, limits, lease)
+            body = await parse(request, _receive_chunks(request, limits, lease), limits)
     except TimeoutError:
         if remaining < limits.body_timeout:
             problem = deadline_error()
@@ -106,19 +131,13 @@ async def read_body(request: Request, limits: Limits, lease: Lease, deadline: fl
     return body
 
 
-async def _parse(content_type: str, request: Request, limits: Limits, lease: Lease) -> RequestBody:
-    chunks = _receive_chunks(request, limits, lease)
-    if content_type == "multipart/form-data":
-        body = await _parse_form(request.headers, chunks, limits)
-    elif content_type == "application/json":
-        body = _body_from_json(b"".join([chunk async for chunk in chunks]))
-    else:
-        image = await _read_image(content_type, chunks)
-        body = RequestBody([image] if image else [])
-    body.parameters = (
-        _parse_parameters(request.query_params.multi_items()) | body.parameters
-    )  # the body takes precedence
-    return body
+def request_type(request: Request) -> str:
+    """Content type in lower case without its options; empty if there is none."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def join_chunks(chunks: Chunks) -> bytes:
+    return b"".join([chunk async for chunk in chunks])
 
 
 async def _read_image(content_type: str, chunks: Chunks) -> bytes:
