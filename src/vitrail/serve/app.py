@@ -311,8 +311,7 @@ def _openapi(default_openapi: Callable[[], dict[str, Any]], service: Service) ->
         described["paths"][path]["post"] |= extra
     for path in ("/v1/model", "/v1/positions"):
         described["paths"][path]["get"] |= schema.model_query(models)
-    embeddings = described["paths"]["/v1/embeddings"]["post"]
-    protocol_schema.constrain_embeddings(embeddings, models, service.limits.max_images)
+    protocol_schema.constrain_to_models(described["paths"], models, service.limits.max_images)
     if models:
         schema.add_examples(described, service.default.description)
     return described

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -183,9 +184,17 @@ EMBEDDINGS_OPERATION: dict[str, Any] = {
 """Request of /v1/embeddings."""
 
 
-def constrain_embeddings(operation: dict[str, Any], models: list[dict[str, Any]], max_images: int) -> None:
-    """Restrict the request of /v1/embeddings to the loaded models."""
-    properties = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
-    for name, key in (("model", "name"), ("version", "version")):
-        properties[name]["enum"] = list(dict.fromkeys(model[key] for model in models))
+def constrain_to_models(paths: dict[str, Any], models: Sequence[dict[str, Any]], max_images: int) -> None:
+    """Restrict names, versions and the number of images in the paths of /openapi.json to what is served."""
+    if not models:
+        return
+    names, versions = (list(dict.fromkeys(model[key] for model in models)) for key in ("name", "version"))
+    body = paths["/v1/embeddings"]["post"]["requestBody"]["content"]["application/json"]
+    properties = body["schema"]["properties"]
+    properties["model"]["enum"], properties["version"]["enum"] = names, versions
     properties["input"]["anyOf"][1]["maxItems"] = max_images
+    body["example"]["model"] = names[0]
+    in_path = [one for path in paths.values() for method in path.values() for one in method.get("parameters", ())]
+    for parameter in in_path:
+        if parameter["in"] == "path":
+            parameter["schema"]["enum"] = names if parameter["name"] == "name" else versions

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 MAX_ONGOING_REQUESTS = 256
 """Requests that Ray sends to a replica at a time, unless `max_ongoing_requests` is given: as many as its queue holds
 images. Ray's own default of 5 would keep batches small."""
+WARM_UP_TIMEOUT_S = 60.0
+"""Time after which a replica receives requests even if its model is not warmed up; they wait."""
 
 
 def deployment(
@@ -74,7 +79,23 @@ def _build_app(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     served = _load_served_model(model, engine, cores, load_options)
     work = divide_cores(cores, served.parallel_batches, **batching)
-    return create_app(served, limits, work, None if token is None else read_token(token), hosts)
+    app = create_app(served, limits, work, None if token is None else read_token(token), hosts)
+    app.router.lifespan_context = _wait_for_warm_up(app.router.lifespan_context)
+    return app
+
+
+def _wait_for_warm_up(lifespan: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A lifespan that starts like `lifespan` and waits until the model is warmed up, before Ray sends requests."""
+
+    @contextlib.asynccontextmanager
+    async def warmed_up(app: Any) -> AsyncIterator[None]:
+        async with lifespan(app):
+            deadline = time.monotonic() + WARM_UP_TIMEOUT_S
+            while not app.state.service.is_ready and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+            yield
+
+    return warmed_up
 
 
 def _load_served_model(model: str | None, engine: str | None, cores: int, options: dict[str, Any]) -> ServedModel:
