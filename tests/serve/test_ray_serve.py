@@ -71,9 +71,7 @@ def ray_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of the bundled model with a token, served by a local Ray."""
     ray = import_peer("ray")
     serve = import_peer("ray.serve")
-    sock = bind_socket("127.0.0.1", 0)
-    port = sock.getsockname()[1]
-    sock.close()
+    port = free_port()
     variables = {TOKEN_VARIABLE: "secret", "PYTHONPATH": str(ROOT / "src")}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
     try:
@@ -138,12 +136,19 @@ def test_the_snippet_on_the_page_runs_and_ends(tmp_path: Path) -> None:
     import_peer("ray.serve")
     page = (ROOT / "docs" / "protocols.md").read_text()
     [snippet] = [code for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "deployment(" in code]
-    script = tmp_path / "serve_on_ray.py"
-    script.write_text(f"{snippet}import httpx\nprint(httpx.get('http://127.0.0.1:8000/v2').text)\nserve.shutdown()\n")
+    port, script = free_port(), tmp_path / "serve_on_ray.py"
+    start = f"serve.start(http_options={{'port': {port}}})\n"
+    end = f"import httpx\nprint(httpx.get('http://127.0.0.1:{port}/v2').text)\nserve.shutdown()\n"
+    script.write_text(snippet.replace("serve.run(", f"{start}serve.run(") + end)
     environment = {"PYTHONPATH": str(ROOT / "src"), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert '"name":"vitrail"' in done.stdout
+
+
+def free_port() -> int:
+    with bind_socket("127.0.0.1", 0) as sock:
+        return int(sock.getsockname()[1])
 
 
 def flat_numbers(values: Any) -> list[float]:

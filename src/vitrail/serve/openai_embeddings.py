@@ -50,14 +50,15 @@ async def parse_body(request: Request, chunks: Chunks, limits: Limits) -> Reques
 
 async def answer(call: Call, parameters: ModelParameters) -> Response:
     """The embeddings of the images of a request."""
-    body, dimension = call.body, call.version.served.feature_dimension
+    body = call.body
     assert isinstance(body, EmbeddingsBody)
+    rows = await call.infer("features")
+    dimension = len(rows[0])
     if body.dimensions not in (None, dimension):
         raise _invalid(
             f"got dimensions={body.dimensions}, but the embeddings of this model have {dimension} and are not trained "
             "to be shortened; leave dimensions out."
         )
-    rows = await call.infer("features")
     return JSONResponse(describe_embeddings(body.encoding_format, call.version.name, rows))
 
 
