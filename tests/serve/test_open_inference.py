@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import numpy as np
@@ -17,6 +17,9 @@ from small_models import LABELS, gradient, model, small
 import vitrail
 from vitrail.serve.app import Service, create_app
 from vitrail.serve.limits import Limits
+from vitrail.serve.open_inference import STATES
+from vitrail.serve.protocol_schema import IndexedVersion
+from vitrail.serve.response_types import VersionState
 
 triton = import_peer("tritonclient.http")
 from tritonclient.utils import InferenceServerException  # noqa: E402
@@ -308,6 +311,12 @@ def test_a_server_that_is_not_ready_says_so() -> None:
         assert not client.is_model_ready("small")
         assert http.get("/v2/models/small/ready").json() == {"error": "the model is warming up."}
         assert client.get_model_repository_index()[0]["state"] == "LOADING"
+
+
+def test_every_state_of_a_version_has_a_name_in_the_protocol() -> None:
+    assert set(STATES) == set(get_args(VersionState.model_fields["state"].annotation))
+    named = get_args(IndexedVersion.model_fields["state"].annotation)
+    assert set(STATES.values()) == set(named)
 
 
 def test_metrics_name_the_route_as_declared(http: httpx.Client) -> None:

@@ -18,12 +18,14 @@ from starlette.exceptions import HTTPException
 from vitrail import __version__
 from vitrail.errors import VitrailError
 from vitrail.serve import protocol_schema, response_types, schema, static_files
+from vitrail.serve.admin import add_admin_routes
 from vitrail.serve.batching import ProgressCallback, deadline_error
 from vitrail.serve.call import Call
 from vitrail.serve.decode_pool import LargeImageLimits
 from vitrail.serve.explain_requests import ExplainRequest
 from vitrail.serve.http_errors import DEFAULT_CODES, ClientDisconnected, RequestError, public_message
 from vitrail.serve.limits import BatchingConfig, Limits
+from vitrail.serve.model_manager import ModelManager
 from vitrail.serve.model_registry import ModelRegistry
 from vitrail.serve.model_version import ModelVersion
 from vitrail.serve.prometheus_metrics import Metrics
@@ -34,6 +36,7 @@ from vitrail.serve.responses import list_models, top_classes
 from vitrail.serve.security import SecurityMiddleware
 from vitrail.serve.served_model import ServedModel
 from vitrail.serve.streaming import LatestValue, accepts_ndjson, stream_ndjson
+from vitrail.serve.version_loader import ModelsConfig
 
 DISCARD_BODY_S = 1.0
 """Seconds for which the rest of a rejected body is received, because many clients read only after sending."""
@@ -70,6 +73,8 @@ class Service:
         }
         self.limits = replace(limits, **reduced)  # a larger request could never be queued
         self.large_images = LargeImageLimits(self.limits, batching.decode_threads)
+        self.manager: ModelManager | None = None
+        """Loads and removes models; None if the models are fixed."""
         self.draining = False
 
     @property
@@ -80,7 +85,7 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """Whether the models are warmed up."""
-        return self.registry.ready
+        return self.registry.ready if self.manager is None else self.manager.ready
 
     def create_version(
         self, served: ServedModel, batching: BatchingConfig, name: str | None = None, version: str = "1"
@@ -88,6 +93,14 @@ class Service:
         """A version with the limits of this service, not yet in the registry. Callable from any thread."""
         shared = {"name": name, "version": version, "large_images": self.large_images}
         return ModelVersion(served, self.limits, batching, self.metrics, **shared)  # type: ignore[arg-type]
+
+    def manage(self, models: ModelsConfig, batching_for: Callable[[ServedModel], BatchingConfig]) -> None:
+        """Serve the models of a folder, from the start of the app on."""
+
+        def create(served: ServedModel, name: str, version: str) -> ModelVersion:
+            return self.create_version(served, batching_for(served), name, version)
+
+        self.manager = ModelManager(self.registry, models, create)
 
     async def models(self) -> Response:
         """The models, and the state of each of their versions."""
@@ -267,26 +280,34 @@ def create_app(
     batching: BatchingConfig | None = None,
     token: str | None = None,
     hosts: Sequence[str] | None = None,
+    models: ModelsConfig | None = None,
+    batching_for: Callable[[ServedModel], BatchingConfig] | None = None,
 ) -> FastAPI:
     """The service as an ASGI app; its `Service` is `app.state.service`.
 
-    served: a model, or several with different names; hosts: accepted host names besides loopback; None: all.
+    served: a model, or several with different names; hosts: accepted host names besides loopback; None: all;
+    models: a folder of models to watch, `batching_for` gives their queues and threads.
     """
     batching = batching or BatchingConfig()
     service = Service(limits or Limits(), batching)
+    if models is not None:
+        service.manage(models, batching_for or (lambda _: batching))
     for one in [served] if isinstance(served, ServedModel) else served:
         service.registry.add(service.create_version(one, batching))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.registry.start()
+        watcher = None if service.manager is None else asyncio.create_task(service.manager.run())
         yield
+        if watcher is not None:
+            watcher.cancel()
         await service.registry.stop()
 
     app = FastAPI(
         title="vitrail",
         version=__version__,
-        summary=f"HTTP API of {', '.join(service.registry.names)}.",
+        summary=f"HTTP API of {', '.join(service.registry.names) or 'several models'}.",
         description="Predictions, features and explanations for images.",
         docs_url=None,
         redoc_url=None,
@@ -295,6 +316,8 @@ def create_app(
     )
     app.state.service = service
     _add_routes(app, service, token is not None, hosts is not None)
+    if service.manager is not None and models is not None and models.admin_token is not None:
+        add_admin_routes(app, service.manager, models.admin_token)
     for error_type in (RequestError, HTTPException):
         app.add_exception_handler(error_type, partial(_error_response, service.metrics))
     app.add_middleware(SecurityMiddleware, metrics=service.metrics, token=token, hosts=hosts, routes=app.router.routes)

@@ -273,8 +273,8 @@ class Batcher:
     def _engine_loop(self, index: int) -> None:
         if self.config.intra_op_threads is not None:
             set_torch_threads(self.config.intra_op_threads)
-        if index == 0:
-            self._warm_up()
+        if index == 0 and not self.ready:
+            self._try_warm_up()
         explained_last = False
         while True:
             item = self._next_work(explained_last)
@@ -386,15 +386,32 @@ class Batcher:
             self._call_on_loop(_report_progress, pending, partial)
         return True
 
-    def _warm_up(self) -> None:
-        """Warm up the engine and choose the batch size."""
+    def _try_warm_up(self) -> None:
         try:
-            self.batch_size, self.shared_batch_size = choose_batch_size(
-                self.served, BATCH_SIZES if self.config.batch_size is None else (self.config.batch_size,)
-            )
-            self.ready = True
+            self.warm_up()
         except Exception:
             log.exception("the engine failed during warm-up")
+
+    def warm_up(self, like: Batcher | None = None) -> None:
+        """Warm up the engine and choose the batch size, in any thread.
+
+        like: the queues of another version; if it has the same architecture and engine, so are its batch sizes.
+        """
+        if self.config.intra_op_threads is not None:
+            set_torch_threads(self.config.intra_op_threads)
+        sizes = BATCH_SIZES if self.config.batch_size is None else (self.config.batch_size,)
+        if like is not None and like.served.computes_like(self.served):
+            sizes = (like.batch_size,)
+        self.batch_size, self.shared_batch_size = choose_batch_size(self.served, sizes)
+        if len(sizes) == 1 and like is not None:
+            self.shared_batch_size = min(self.batch_size, like.shared_batch_size)
+        self.ready = True
+
+    def release(self) -> None:
+        """Drop the model after `stop`, so that its memory is free even if something still refers to the queues."""
+        self._threads.clear()
+        self.decode_pool.release()
+        del self.served
 
     def _call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None

@@ -98,6 +98,11 @@ class DecodePool:
             if thread.is_alive():
                 thread.join()
 
+    def release(self) -> None:
+        """Drop what refers to the owner of the pool, after `stop`."""
+        self._threads.clear()
+        del self.deliver
+
     def submit(self, request: DecodeRequest) -> None:
         self._add_small_pending(request.count)
         self._large_jobs.record_client(request.client)

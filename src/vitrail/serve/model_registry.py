@@ -6,7 +6,7 @@ All methods are called on the event loop, so a request sees a switch of versions
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +23,10 @@ class ModelRegistry:
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
-        self.revision = 0
-        """Increases with every change."""
+        self.describe_folder: Callable[[], list[dict[str, Any]]] | None = None
+        """Describes a watched folder of models, also what is not loaded; None without one."""
+        self.expected: frozenset[str] = frozenset()
+        """Models that will be loaded, or that cannot be: requests for them get 503, not 404."""
         self._versions: dict[str, dict[str, ModelVersion]] = {}
         self._defaults: dict[str, str] = {}
         self._draining: list[ModelVersion] = []
@@ -57,14 +59,14 @@ class ModelRegistry:
 
     def get(self, name: str | None = None, version: str | None = None) -> ModelVersion:
         """A loaded version; default: the first model, and its default version. Raises RequestError if there is none."""
-        if not self._versions:
-            raise RequestError(503, "no_model", "no model is loaded yet; try again in 1 s.", {"Retry-After": "1"})
         if name is None:
-            name = next(iter(self._versions))
+            name = next(iter(self._versions), None)
+        if name is None or (name in self.expected and name not in self._versions):
+            message = "no model is loaded" if name is None else f"model {_shorten(name)} has no version that is loaded"
+            raise RequestError(503, "model_not_ready", f"{message}; see /v1/models.", {"Retry-After": "1"})
         if name not in self._versions:
-            raise RequestError(
-                404, "unknown_model", f"there is no model {_shorten(name)}; there is {_list(self.names)}."
-            )
+            known = _list(self.names) or "none"
+            raise RequestError(404, "unknown_model", f"there is no model {_shorten(name)}; there is {known}.")
         versions = self._versions[name]
         found = versions.get(self._defaults[name] if version is None else version)
         if found is None:
@@ -92,16 +94,19 @@ class ModelRegistry:
         replaced, versions[added.version] = versions.get(added.version), added
         if default or len(versions) == 1:
             self._defaults[added.name] = added.version
-        self._changed()
         return replaced
 
     def set_default(self, name: str, version: str) -> None:
         """Make a loaded version the default of its model."""
         self._defaults[name] = self.get(name, version).version
-        self._changed()
 
-    async def drain(self, removed: ModelVersion) -> None:
-        """Remove a version: it gets no more requests, finishes those it has, and releases its threads and memory.
+    def sort(self, first: str | None = None) -> None:
+        """Order the models by name, with `first` before the others."""
+        names = sorted(self._versions, key=lambda name: (name != first, version_key(name)))
+        self._versions = {name: self._versions[name] for name in names}
+
+    def retire(self, removed: ModelVersion) -> None:
+        """Take a version out of use: it gets no more requests. `drain` then releases it.
 
         If it was the default, the newest of the other versions becomes the default.
         """
@@ -113,13 +118,14 @@ class ModelRegistry:
             elif self._defaults[removed.name] == removed.version:
                 self._defaults[removed.name] = self.versions(removed.name)[-1].version
         self._draining.append(removed)
-        self._changed()
+
+    async def drain(self, retired: ModelVersion) -> None:
+        """Wait until a retired version has finished its requests, and release its threads, memory and metrics."""
         try:
-            await removed.stop()
+            await retired.stop()
         finally:
-            self._draining.remove(removed)
-            self.metrics.remove_model(removed.name, removed.version)
-            self._changed()
+            self._draining.remove(retired)
+            self.metrics.remove_model(retired.name, retired.version)
 
     def start(self) -> None:
         """Start the threads of all versions."""
@@ -133,6 +139,8 @@ class ModelRegistry:
 
     def describe(self) -> list[dict[str, Any]]:
         """Every model with its versions and their states."""
+        if self.describe_folder is not None:
+            return self.describe_folder()
         return [self._describe(name) for name in self._versions]
 
     def _describe(self, name: str) -> dict[str, Any]:
@@ -141,9 +149,6 @@ class ModelRegistry:
             *({"version": one.version, "state": "draining"} for one in self.draining(name)),
         ]
         return {"name": name, "default": self._defaults[name], "versions": versions}
-
-    def _changed(self) -> None:
-        self.revision += 1
 
 
 def version_key(version: str) -> list[tuple[int, int, str]]:

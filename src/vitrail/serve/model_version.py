@@ -56,9 +56,11 @@ class ModelVersion:
         self.batcher.start()
 
     async def stop(self) -> None:
-        """Wait for the requests that use this version, then stop its threads."""
+        """Wait for the requests that use this version, stop its threads and drop the model."""
         await self._unused.wait()
         await self.batcher.stop()
+        self.batcher.release()
+        del self.served, self.explainer, self.image_decoder
 
     def acquire(self) -> None:
         """Count a request that uses this version."""

@@ -32,7 +32,16 @@ EXTENSIONS = ("binary_tensor_data", "classification")
 """Extensions of Triton that the service supports completely."""
 CONTENT_TYPES = ("", "application/json", "application/octet-stream", "application/x-www-form-urlencoded")
 HEADER_LENGTH_PATTERN = re.compile(r"\d{1,12}", re.ASCII)
-STATES = {"loading": "LOADING", "ready": "READY", "draining": "UNLOADING"}
+STATES = {
+    "available": "UNAVAILABLE",
+    "loading": "LOADING",
+    "comparing": "LOADING",
+    "warming_up": "LOADING",
+    "ready": "READY",
+    "draining": "UNLOADING",
+    "failed": "UNAVAILABLE",
+}
+"""States of a version, and their names in the protocol."""
 
 LeaseFunction = Callable[[Request, str | None, str | None], AbstractContextManager[ModelVersion]]
 """Leases a version of a model for a request, as `Service.lease`."""
@@ -83,11 +92,16 @@ class OpenInference:
 
     async def repository_index(self) -> Response:
         """Every version of every model, and its state."""
+        described = [(model["name"], one) for model in self.registry.describe() for one in model["versions"]]
         return JSONResponse(
             [
-                {"name": model["name"], "version": one["version"], "state": STATES[one["state"]], "reason": ""}
-                for model in self.registry.describe()
-                for one in model["versions"]
+                {
+                    "name": name,
+                    "version": one["version"],
+                    "state": STATES[one["state"]],
+                    "reason": one.get("reason") or "",
+                }
+                for name, one in described
             ]
         )
 

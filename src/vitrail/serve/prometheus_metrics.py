@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter as Multiset
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,6 +96,19 @@ class Metrics:
             registry=own,
             multiprocess_mode="livemax",
         )
+        self.loads = Counter(
+            "vitrail_model_loads",
+            "Versions that were loaded, by result: ready or failed.",
+            ("model", "result"),
+            registry=own,
+        )
+        self.failed_versions = Gauge(
+            "vitrail_model_failed_versions",
+            "Versions in the folder of --models that cannot be used.",
+            ("model",),
+            registry=own,
+            multiprocess_mode="livemax",
+        )
         build_info = Gauge(
             "vitrail_build_info",
             "Always 1; the label is the version of vitrail.",
@@ -105,12 +119,15 @@ class Metrics:
         build_info.labels(__version__).set(1)
         self._models: Multiset[tuple[str, str]] = Multiset()
         """How many objects exist for each model and version: two while one replaces another of the same version."""
+        self._lock = threading.Lock()
+        self._folder_models: set[str] = set()
         if MULTIPROC_DIR not in os.environ:  # meaningless if another worker answers the next scrape
             ProcessCollector(registry=own)
 
     def for_model(self, name: str, version: str, engine: str, precision: str) -> ModelMetrics:
         """The metrics of a version that is being loaded; end with `remove_model`."""
-        self._models[name, version] += 1
+        with self._lock:
+            self._models[name, version] += 1
         self.model_info.labels(name, version, engine, precision).set(1)
         return ModelMetrics(
             self.batch_size.labels(name, version),
@@ -121,15 +138,27 @@ class Metrics:
 
     def remove_model(self, name: str, version: str) -> None:
         """Remove the labels of a version."""
-        self._models[name, version] -= 1
-        if self._models[name, version] > 0:
-            return
-        del self._models[name, version]
+        with self._lock:
+            self._models[name, version] -= 1
+            if self._models[name, version] > 0:
+                return
+            del self._models[name, version]
         if MULTIPROC_DIR in os.environ:  # values cannot be removed from the shared files; `render` leaves them out
             return
         families = (self.requests, self.request_seconds, self.batch_size, self.queued_images)
         for family in (*families, self.decode_seconds, self.engine_seconds, self.model_info):
             family.remove_by_labels({"model": name, "version": version})
+
+    def set_failed(self, counts: dict[str, int]) -> None:
+        """Set the number of failed versions of each model in the folder, and remove the labels of other models."""
+        for name in self._folder_models - counts.keys():
+            self.failed_versions.labels(name).set(0)
+            if MULTIPROC_DIR not in os.environ:
+                self.failed_versions.remove(name)
+                self.loads.remove_by_labels({"model": name})
+        for name, count in counts.items():
+            self.failed_versions.labels(name).set(count)
+        self._folder_models = set(counts)
 
     def record_request(self, route: str, status: int, seconds: float, model: tuple[str, str] = ("", "")) -> None:
         """Count a response. model: name and version that answered, if any."""
@@ -142,15 +171,15 @@ class Metrics:
         """All metrics in the Prometheus text format."""
         if MULTIPROC_DIR not in os.environ:
             return generate_latest(self.registry)
-        return generate_latest(_LiveModels(self._models))
+        return generate_latest(_LiveModels(set(self._models), self._folder_models))
 
 
 class _LiveModels(CollectorRegistry):
     """The metrics of all workers, without those of model versions that are no longer loaded."""
 
-    def __init__(self, models: Multiset[tuple[str, str]]) -> None:
+    def __init__(self, versions: set[tuple[str, str]], names: set[str]) -> None:
         super().__init__()
-        self.models = set(models)
+        self.versions, self.names = versions, names | {name for name, _ in versions}
         MultiProcessCollector(self)  # type: ignore[no-untyped-call]
 
     def collect(self) -> Iterator[Metric]:
@@ -160,4 +189,6 @@ class _LiveModels(CollectorRegistry):
 
     def _is_live(self, labels: dict[str, Any]) -> bool:
         name = labels.get("model", "")
-        return not name or (name, labels.get("version", "")) in self.models
+        if not name:
+            return True
+        return (name, labels["version"]) in self.versions if "version" in labels else name in self.names

@@ -46,7 +46,7 @@ class ModelReady(BaseModel):
 class IndexedVersion(BaseModel):
     name: str
     version: str
-    state: Literal["LOADING", "READY", "UNLOADING"]
+    state: Literal["UNAVAILABLE", "LOADING", "READY", "UNLOADING"]
     reason: str
 
 

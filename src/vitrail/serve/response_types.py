@@ -123,9 +123,19 @@ class ModelResponse(BaseModel):
     limits: LimitsResponse
 
 
+class Canary(BaseModel):
+    images: int
+    compared_with: str | None = Field(description="The version that was in use.")
+    agreement: float | None = Field(description="Fraction of the images with the same top class in both versions.")
+    accuracy: float | None = Field(description="Top-1 accuracy on labeled images of classes that both versions have.")
+    previous_accuracy: float | None = Field(description="The same of the version that was in use.")
+
+
 class VersionState(BaseModel):
     version: str = Field(examples=["1"])
-    state: Literal["loading", "ready", "draining"]
+    state: Literal["available", "loading", "comparing", "warming_up", "ready", "draining", "failed"]
+    reason: str | None = Field(None, description="Why it has failed, or is not in use.")
+    canary: Canary | None = Field(None, description="What trying it on images showed before it was used.")
 
 
 class ModelVersions(BaseModel):
@@ -138,6 +148,7 @@ class ModelVersions(BaseModel):
     name: str = Field(examples=["vitrail/cifar10"])
     default: str | None = Field(description="The version that answers requests without a version.", examples=["1"])
     versions: list[VersionState]
+    problem: str | None = Field(None, description="Why no new version is loaded.")
 
 
 class ModelsResponse(BaseModel):

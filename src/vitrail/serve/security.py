@@ -32,8 +32,8 @@ SECURITY_HEADERS = {
 """Headers of every response: no content from other sites, no inline scripts, no framing."""
 RAW_SECURITY_HEADERS = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
 PUBLIC_PATHS = ("/", "/docs", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/ping")
-PUBLIC_PREFIXES = ("/static/", "/samples/")
-"""Paths that need no token: the probes, and the pages, which ask the user for the token."""
+PUBLIC_PREFIXES = ("/static/", "/samples/", "/admin/")
+"""Paths that need no token: the probes, the pages, which ask the user for it, and /admin, which has its own."""
 TOKEN_PATTERN = re.compile(r"[\x21-\x7e]+")
 LOOPBACK_HOST = re.compile(r"localhost|127(\.\d{1,3}){3}|\[::1\]")
 """Host names of loopback, which DNS rebinding cannot use."""

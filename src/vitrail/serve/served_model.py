@@ -102,6 +102,11 @@ class ServedModel:
             return sum(p.numel() for p in self.model.net.parameters())
         return self.engine.metadata.parameters if isinstance(self.engine, FileEngine) else None
 
+    def computes_like(self, other: ServedModel) -> bool:
+        """Whether both have the same architecture, input and engine, so that a batch takes the same time."""
+        same = [(one.info.config, one.input_shape, one.engine.name, one.engine.precision) for one in (self, other)]
+        return same[0] == same[1]
+
     def describe_engine(self, cores: int) -> str:
         """Engine, precision and device, such as `openvino in int8, 2 cores`."""
         device = "cpu" if self.model is None else self.model.device.type
