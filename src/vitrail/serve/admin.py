@@ -54,7 +54,9 @@ class Admin:
         self.check_token(request)
         if action not in ACTIONS:
             raise RequestError(404, "not_found", f"got {action[:40]!r}, expected one of {', '.join(ACTIONS)}.")
-        wait, signatures = _read_wait(request), self._signatures(name, version)
+        wait = _read_wait(request)
+        await self.manager.poll(complete=True)
+        signatures = self._signatures(name, version)
         newer = {one: found for one, found in signatures.items() if version_key(one) > version_key(version)}
 
         def apply(choices: Choices) -> None:
