@@ -249,6 +249,9 @@ class ModelManager:
         consequence = "No version is in use" if current is None else f"Version {current.version} stays in use"
         trace = None if isinstance(error, VitrailError) else error
         log.error("%s %s: %s %s.", found.name, found.version, status.reason, consequence, exc_info=trace)
+        cause: BaseException | None = error
+        while cause is not None:  # the frames of the traceback hold the model
+            cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
 
     # For the routes
 

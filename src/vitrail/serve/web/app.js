@@ -345,7 +345,7 @@ async function reloadIfChanged() {
   const newModel = await request(ofModel("/v1/model")), same = (key) => JSON.stringify(newModel[key]) === JSON.stringify(model[key]);
   if (!model || Object.keys(newModel).every(same)) return;
   keepView(["grid", "prefix_tokens", "depth", "num_heads"].every(same));
-  sessionStorage.setItem("vitrail-other", newModel.name === model.name ? "version" : "model");
+  sessionStorage.setItem("vitrail-other", newModel.name === model.name && newModel.version !== model.version ? "version" : "model");
   location.reload();
 }
 
