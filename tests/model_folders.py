@@ -152,7 +152,7 @@ def run_models_command(folder: Path, *options: str) -> Iterator[tuple[subprocess
 
 def states_of(client: httpx.Client, name: str = "photos") -> dict[str, str]:
     """State of each version, from /v1/models."""
-    models = {one["name"]: one for one in client.get("/v1/models").json()["models"]}
+    models = {one["name"]: one for one in client.get("/v1/models").json()["data"]}
     return {one["version"]: one["state"] for one in models[name]["versions"]} if name in models else {}
 
 

@@ -31,10 +31,14 @@ def top_predictions(logits: Tensor, info: ModelInfo, top: int = 5) -> list[list[
 def top_scores(logits: Tensor, info: ModelInfo, top: int) -> tuple[Tensor, Tensor]:
     """B num_classes -> the probabilities of the best classes, B top in float64, and their indices, B top."""
     check_top(top)
-    logits = logits.cpu().double()
-    probabilities = logits.sigmoid() if info.multi_label else logits.softmax(-1)
-    scores, indices = probabilities.sort(descending=True, stable=True)
+    scores, indices = class_probabilities(logits, info).sort(descending=True, stable=True)
     return scores[:, :top], indices[:, :top]
+
+
+def class_probabilities(logits: Tensor, info: ModelInfo) -> Tensor:
+    """B num_classes logits -> probabilities, float64; a row sums to 1 unless the model is multi-label."""
+    logits = logits.cpu().double()
+    return logits.sigmoid() if info.multi_label else logits.softmax(-1)
 
 
 def check_top(top: int) -> None:

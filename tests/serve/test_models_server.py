@@ -97,7 +97,7 @@ def test_the_metrics_of_a_removed_version_disappear(folder: Path, monkeypatch: p
         assert versions_in(text) == {"2"}
         assert 'vitrail_model_loads_total{model="photos",result="ready"} 2.0' in text
         shutil.rmtree(folder / "photos")
-        wait_until(lambda: client.get("/v1/models").json() == {"models": []})
+        wait_until(lambda: client.get("/v1/models").json() == {"object": "list", "data": []})
         assert '"photos"' not in client.get("/metrics").text
         assert predict(client).status_code == 503
 
@@ -107,7 +107,7 @@ def test_a_failed_version_is_listed_with_its_reason_and_counted(folder: Path, mo
     with run_models(folder, monkeypatch) as (client, _):
         put(folder, "photos", "2", make_model(2, LABELS[:3]))
         wait_until(lambda: states_of(client) == {"1": "ready", "2": "failed"})
-        [_, failed] = client.get("/v1/models").json()["models"][0]["versions"]
+        [_, failed] = client.get("/v1/models").json()["data"][0]["versions"]
         assert "it has 3 classes, the version in use 5" in failed["reason"]
         assert 'vitrail_model_failed_versions{model="photos"} 1.0' in client.get("/metrics").text
         assert client.get("/readyz").status_code == 200
@@ -193,7 +193,7 @@ def test_an_app_may_have_several_fixed_models(vit: vitrail.Model) -> None:
     with run_app(create_app(models, batching=QUICK)) as (client, _):
         assert predict(client).json()["model"] == "small"
         assert top_label(predict(client, model="other")) == LABELS[3]
-        listed = client.get("/v1/models").json()["models"]
+        listed = client.get("/v1/models").json()["data"]
         assert [(one["name"], one["default"]) for one in listed] == [("small", "1"), ("other", "1")]
         described = client.get("/openapi.json").json()["paths"]["/v1/predict"]["post"]["parameters"]
         [names] = [one["schema"] for one in described if one["name"] == "model"]

@@ -19,4 +19,15 @@ served_model.py        the engine, and the network it was made from
 responses.py           outputs -> JSON;   explain_requests.py: explanations -> JSON;   streaming.py: JSON lines
 http_errors.py         error responses;   security.py: token, host and origin checks, security headers
 prometheus_metrics.py  metrics;   static_files.py: the files of web/
+
+Other protocols:
+open_inference.py      Open Inference Protocol v2;   inference_outputs.py: its outputs
+tensor_codec.py        its bodies, JSON and binary;   inference_schema.py: its part of /openapi.json
+openai_embeddings.py   /v1/embeddings in the shape of OpenAI's API
+sagemaker.py           /ping and /invocations of Amazon SageMaker
+ray_serve.py           the service as a Ray Serve application: deployment
 """
+
+from vitrail.serve.ray_serve import deployment
+
+__all__ = ["deployment"]

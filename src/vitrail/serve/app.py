@@ -7,7 +7,7 @@ import contextlib
 import copy
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,9 +17,10 @@ from starlette.exceptions import HTTPException
 
 from vitrail import __version__
 from vitrail.errors import VitrailError
-from vitrail.serve import response_types, schema, static_files
+from vitrail.serve import protocol_schema, response_types, schema, static_files
 from vitrail.serve.admin import add_admin_routes
-from vitrail.serve.batching import OutputName, ProgressCallback, deadline_error
+from vitrail.serve.batching import ProgressCallback, deadline_error
+from vitrail.serve.call import Call
 from vitrail.serve.decode_pool import LargeImageLimits
 from vitrail.serve.explain_requests import ExplainRequest
 from vitrail.serve.http_errors import DEFAULT_CODES, ClientDisconnected, RequestError, public_message
@@ -28,11 +29,12 @@ from vitrail.serve.model_manager import ModelManager
 from vitrail.serve.model_registry import ModelRegistry
 from vitrail.serve.model_version import ModelVersion
 from vitrail.serve.prometheus_metrics import Metrics
+from vitrail.serve.protocol_routes import add_protocol_routes
 from vitrail.serve.quota import Lease, Quota, client_key, default_client_limit
-from vitrail.serve.request_parsing import RequestBody, discard_body, read_body, read_deadline
-from vitrail.serve.responses import top_classes
+from vitrail.serve.request_parsing import BodyParser, RequestBody, discard_body, parse_body, read_body, read_deadline
+from vitrail.serve.responses import list_models, top_classes
 from vitrail.serve.security import SecurityMiddleware
-from vitrail.serve.served_model import Floats, ServedModel
+from vitrail.serve.served_model import ServedModel
 from vitrail.serve.streaming import LatestValue, accepts_ndjson, stream_ndjson
 from vitrail.serve.version_loader import ModelsConfig
 
@@ -50,25 +52,9 @@ POST_PARAMETERS: dict[str, tuple[type[schema.ModelParameters], bool]] = {
     "/v1/embed": (schema.HideParameters, True),
     "/v1/explain": (schema.ExplainParameters, False),
     "/v1/preprocess": (schema.HideParameters, False),
+    "/invocations": (schema.PredictParameters, True),
 }
 """Parameters of the POST routes, and whether they take several images."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A POST request that has been received and is not yet answered."""
-
-    body: RequestBody
-    version: ModelVersion
-    """The model version that answers; kept alive until the answer."""
-    deadline: float | None
-    disconnected: asyncio.Future[None]
-
-    def single_image(self) -> bytes | str:
-        """The image of a route that takes only one."""
-        if len(self.body.images) > 1:
-            raise RequestError(400, "single_image_only", f"got {len(self.body.images)} images, expected 1.")
-        return self.body.images[0]
 
 
 class Service:
@@ -118,7 +104,7 @@ class Service:
 
     async def models(self) -> Response:
         """The models, and the state of each of their versions."""
-        return JSONResponse({"models": self.registry.describe()})
+        return JSONResponse(list_models(self.registry.describe()))
 
     async def model(self, request: Request) -> Response:
         """One model: classes, size, explanation methods, and the limits on a request."""
@@ -186,13 +172,14 @@ class Service:
         self,
         request: Request,
         parameters_type: type[Parameters],
-        handler: Callable[[Call, Parameters], Awaitable[JSONObject]],
+        handler: Callable[[Call, Parameters], Awaitable[JSONObject | Response]],
+        parse: BodyParser = parse_body,
     ) -> Response:
         """Common part of all POST routes: deadline, quotas, body, parameters, model, disconnects."""
         start = time.monotonic()
         deadline, lease = read_deadline(request, start), Lease(self.body_bytes, client_key(request.scope))
         try:
-            body = await self.read_body(request, deadline, lease)
+            body = await self.read_body(request, deadline, lease, parse)
             parameters = schema.validate_parameters(parameters_type, body.parameters)
             if deadline is not None and time.monotonic() > deadline:
                 raise deadline_error()
@@ -211,13 +198,17 @@ class Service:
             ) from None
         finally:
             lease.release()
+        if isinstance(result, Response):
+            return result
         names = {"model": version.name, "version": version.version}
         return JSONResponse({**names, **result, "ms": round(1000 * (time.monotonic() - start), 2)})
 
-    async def read_body(self, request: Request, deadline: float | None, lease: Lease) -> RequestBody:
+    async def read_body(
+        self, request: Request, deadline: float | None, lease: Lease, parse: BodyParser = parse_body
+    ) -> RequestBody:
         """Read the body. After an error the rest is received for a moment, so that the client reads the response."""
         try:
-            return await self._read_within_quota(request, deadline, lease)
+            return await self._read_within_quota(request, deadline, lease, parse)
         except RequestError as failure:
             refusal = failure.with_traceback(None)  # the traceback would keep the body alive
         lease.release()
@@ -227,41 +218,31 @@ class Service:
                     await discard_body(request, 4 * self.limits.max_bytes)
         raise refusal
 
-    async def _read_within_quota(self, request: Request, deadline: float | None, lease: Lease) -> RequestBody:
+    async def _read_within_quota(
+        self, request: Request, deadline: float | None, lease: Lease, parse: BodyParser
+    ) -> RequestBody:
         upload = Lease(self.uploads, lease.client)
         upload.acquire(1)
         try:
             self._check_queue(request, lease.client)
-            return await read_body(request, self.limits, lease, deadline)
+            return await read_body(request, self.limits, lease, deadline, parse)
         finally:
             upload.release()
 
     def _check_queue(self, request: Request, client: str) -> None:
         """Raise RequestError if the queue of the model is full, unless the body will tell which model it is."""
-        query = request.query_params
-        if len(self.registry.names) == 1 or "model" in query:
-            self.registry.get(query.get("model"), query.get("version")).batcher.check_quota(client)
+        chosen = {**request.query_params, **request.path_params}
+        if len(self.registry.names) == 1 or "model" in chosen:
+            self.registry.get(chosen.get("model"), chosen.get("version")).batcher.check_quota(client)
 
     async def _predict(self, call: Call, parameters: schema.PredictParameters) -> JSONObject:
         served = call.version.served
-        rows = await self._infer(call, parameters, "logits")
+        rows = await call.infer("logits", parameters.hide, parameters.fill)
         results = [{"predictions": top_classes(served.info, row, parameters.top)} for row in rows]
         return {"engine": served.engine.name, "results": results}
 
-    async def _infer(self, call: Call, parameters: schema.HideParameters, output: OutputName) -> list[Floats]:
-        """Engine outputs of each image, with the given patches hidden."""
-        return await call.version.infer(
-            call.body.images,
-            call.body.client,
-            output,
-            hide=parameters.hide,
-            fill=parameters.fill,
-            deadline=call.deadline,
-            disconnected=call.disconnected,
-        )
-
     async def _embed(self, call: Call, parameters: schema.HideParameters) -> JSONObject:
-        rows = await self._infer(call, parameters, "features")
+        rows = await call.infer("features", parameters.hide, parameters.fill)
         return {"dimension": len(rows[0]), "results": [{"embedding": row.tolist()} for row in rows]}
 
     async def _preprocess(self, call: Call, parameters: schema.HideParameters) -> JSONObject:
@@ -353,6 +334,7 @@ def _openapi(default_openapi: Callable[[], dict[str, Any]], service: Service) ->
         described["paths"][path]["post"] |= extra
     for path in ("/v1/model", "/v1/positions"):
         described["paths"][path]["get"] |= schema.model_query(models)
+    protocol_schema.constrain_to_models(described["paths"], models, service.limits.max_images)
     if models:
         schema.add_examples(described, service.default.description)
     return described
@@ -391,6 +373,7 @@ def _add_routes(app: FastAPI, service: Service, requires_token: bool, checks_hos
     app.get("/metrics", responses={**text, **schema.error_responses(*access_errors)}, response_class=Response)(
         service.prometheus
     )
+    add_protocol_routes(app, service, service._post, access_errors, (421,) * checks_host)
     pages = {"/": "index.html", "/docs": "docs.html"}
     for path, name in pages.items():
         app.get(path, include_in_schema=False)(_page_route(name))
@@ -418,7 +401,7 @@ async def _error_response(metrics: Metrics, request: Request, error: Exception) 
     metrics.errors.labels(failure.code).inc()
     failure.__traceback__ = failure.__context__ = None  # these would keep the request data alive
     await asyncio.sleep(_refusal_delay(failure, getattr(request.state, "received", 0)))
-    return failure.response()
+    return failure.response(request.scope["path"])
 
 
 def _refusal_delay(failure: RequestError, received: int) -> float:

@@ -13,6 +13,8 @@ from vitrail.errors import VitrailError
 
 DEFAULT_CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
 """Codes of the errors that the router raises itself."""
+OPEN_INFERENCE = "/v2"
+"""Path of the Open Inference Protocol."""
 LOCAL_ADVICE = re.compile(
     r"(; try pip install|; if you trust it|; copy or download it again|, copy or download it again).*"
 )
@@ -39,11 +41,15 @@ class RequestError(Exception):
             self.message = f"image {number + 1} of {count}: {self.message}"
         return self
 
-    def body(self) -> bytes:
-        return json.dumps({"error": {"code": self.code, "message": self.message}}).encode()
+    def body(self, path: str = "") -> bytes:
+        """The error as JSON; for a path of the Open Inference Protocol only the message, as that requires."""
+        is_plain = path == OPEN_INFERENCE or path.startswith(f"{OPEN_INFERENCE}/")
+        return json.dumps(
+            {"error": self.message if is_plain else {"code": self.code, "message": self.message}}
+        ).encode()
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, media_type="application/json")
+    def response(self, path: str = "") -> Response:
+        return Response(self.body(path), self.status, self.headers, media_type="application/json")
 
 
 class ClientDisconnected(Exception):

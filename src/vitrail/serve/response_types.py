@@ -139,6 +139,12 @@ class VersionState(BaseModel):
 
 
 class ModelVersions(BaseModel):
+    """A model, with the fields of OpenAI's API and those of this service."""
+
+    id: str = Field(description="The name again.", examples=["vitrail/cifar10"])
+    object: Literal["model"]
+    created: int = Field(description="Always 0.", examples=[0])
+    owned_by: Literal["vitrail"]
     name: str = Field(examples=["vitrail/cifar10"])
     default: str | None = Field(description="The version that answers requests without a version.", examples=["1"])
     versions: list[VersionState]
@@ -146,7 +152,8 @@ class ModelVersions(BaseModel):
 
 
 class ModelsResponse(BaseModel):
-    models: list[ModelVersions]
+    object: Literal["list"]
+    data: list[ModelVersions]
 
 
 class PositionsResponse(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,12 @@ def top_classes(info: ModelInfo, logits: Row, top: int) -> list[dict[str, Any]]:
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
     return {"label": prediction.label, "index": prediction.index, "score": prediction.score}
+
+
+def list_models(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Response of /v1/models, in the shape of OpenAI's API, for `ModelRegistry.describe()`."""
+    data = [{"id": model["name"], "object": "model", "created": 0, "owned_by": "vitrail", **model} for model in models]
+    return {"object": "list", "data": data}
 
 
 def describe_model(served: ServedModel, limits: Limits, name: str, version: str) -> dict[str, Any]:

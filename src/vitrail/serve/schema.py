@@ -92,6 +92,7 @@ STATUS_DESCRIPTIONS = {
     401: "The token is missing or wrong.",
     403: "A page of another site sent the request.",
     404: "Not found.",
+    406: "The client does not accept JSON.",
     408: "The body did not arrive in time.",
     413: "Too many bytes, pixels, images or parameter values.",
     415: "Unsupported content type or encoding.",

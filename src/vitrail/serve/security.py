@@ -31,7 +31,7 @@ SECURITY_HEADERS = {
 }
 """Headers of every response: no content from other sites, no inline scripts, no framing."""
 RAW_SECURITY_HEADERS = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
-PUBLIC_PATHS = ("/", "/docs", "/healthz", "/readyz")
+PUBLIC_PATHS = ("/", "/docs", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/ping")
 PUBLIC_PREFIXES = ("/static/", "/samples/", "/admin/")
 """Paths that need no token: the probes, the pages, which ask the user for it, and /admin, which has its own."""
 TOKEN_PATTERN = re.compile(r"[\x21-\x7e]+")
@@ -85,7 +85,7 @@ class SecurityMiddleware:
         except Exception as error:
             if status:
                 raise
-            await self._send_error(error, send_with_headers)
+            await self._send_error(error, scope["path"], send_with_headers)
         finally:
             route = _route_path(scope, self.routes)
             model = scope.get("state", {}).get("model", ("", ""))
@@ -137,14 +137,14 @@ class SecurityMiddleware:
                 403, "cross_site_request", "the request comes from a page of another site, which is not allowed."
             )
 
-    async def _send_error(self, error: Exception, send: Send) -> None:
+    async def _send_error(self, error: Exception, path: str, send: Send) -> None:
         if not isinstance(error, RequestError):
             log.error("unexpected error in a request", exc_info=error)
             error = RequestError(500, "internal_error", "internal error; the server has logged it.")
         self.metrics.errors.labels(error.code).inc()
         headers = {"Content-Type": "application/json", **error.headers}
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        body = error.body()
+        body = error.body(path)
         raw.append((b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.start", "status": error.status, "headers": raw})
         await send({"type": "http.response.body", "body": body})

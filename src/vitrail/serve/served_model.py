@@ -15,7 +15,7 @@ from vitrail.explain.occlusion import GRID, grid_of
 from vitrail.explain.steps import supported_methods
 from vitrail.inference import run_network
 from vitrail.model import Model
-from vitrail.models import ViT
+from vitrail.models import BiT, ViT
 from vitrail.weights.archive import unmap_weights
 
 # B images, H W C pixels
@@ -56,6 +56,16 @@ class ServedModel:
     def has_features(self) -> bool:
         """Whether features are available."""
         return self.model is not None or self.outputs_features
+
+    @property
+    def feature_dimension(self) -> int:
+        """Number of features of an image; -1 if the config does not state it."""
+        config = self.info.config
+        if self.outputs_features and config.num_classes:
+            return config.num_classes
+        if self.model is not None and isinstance(self.model.net, BiT):
+            return self.model.net.norm.weight.shape[0]
+        return getattr(config, "pooled_width", -1)
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

@@ -315,7 +315,7 @@ async function start() {
   setListeners({ onServerState: handleServerState, onProgress: showProgress, onAnswer: ({ version }) => version === model?.version || reloadIfChanged().catch(() => {}), requestToken });
   initBanner(retryNow);
   model = await request(ofModel("/v1/model"), { description: "Waiting for the model" });
-  const { models } = await request("/v1/models").catch(() => ({ models: [] }));
+  const { data: models } = await request("/v1/models").catch(() => ({ data: [] }));
   mapNames = [...(model.has_attention ? ["attention"] : []), ...model.methods.filter((m) => m !== "attention"), ...(model.pool === "map" ? ["pool"] : []), "plain"];
   drawModelSummary(models.filter((one) => one.default !== null).map(({ name }) => name));
   $("theme").setAttribute("aria-pressed", String((document.documentElement.dataset.theme ?? "") === "dark" || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches)));
