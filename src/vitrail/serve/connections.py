@@ -71,8 +71,8 @@ class LimitedProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            own = transport.get_extra_info("socket")
+        own = transport.get_extra_info("socket")
+        if hasattr(socket, "TCP_NOTSENT_LOWAT") and own.family in (socket.AF_INET, socket.AF_INET6):
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
         self._start_header_timer()
         self.client_key = address_key(self.host)

@@ -58,7 +58,7 @@ class RateLimit:
     def describe(self) -> str:
         """In words, such as `50 images per second, up to 100 at once`."""
         count, unit = next((self.rate * s, u) for u, s in PERIODS.items() if self.rate * s >= 1 or u == "hour")
-        return f"{count:g} images per {unit}, up to {self.burst:,} at once"
+        return f"{count:g} image{'s' * (count != 1)} per {unit}, up to {self.burst:,} at once"
 
     def tokens(self, full_in: float) -> float:
         """Tokens in a bucket that will be full in so many seconds; negative if it is overdrawn."""
