@@ -201,7 +201,7 @@ writer.close()
 
 def test_a_blocked_pipe_blocks_no_caller_and_dropped_lines_are_counted() -> None:
     """All lines are queued or dropped while nobody reads; what is read later is whole and in order."""
-    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen([sys.executable, "-c", FLOOD], text=True, **pipes) as process:
         dropped = int(process.stderr.readline())  # type: ignore[union-attr]
         out, _ = process.communicate("go on\n", timeout=30)

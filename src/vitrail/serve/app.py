@@ -38,6 +38,9 @@ DISCARD_BODY_S = 1.0
 MAX_REFUSAL_DELAY_S, MIN_REFUSAL_DELAY_S, REFUSED_BYTES_PER_S = 1.0, 0.1, 8e6
 """Delay of an error response to a request with a body: maximum and minimum seconds, and bytes per second of delay."""
 
+NO_FRAMEWORK_SPANS = dict.fromkeys(("tracing", "metrics", "logs", "operation_spans", "auto_configure"), False)
+"""Recent versions of FastAPI can send spans of their own, with query strings and tracebacks; spans.py makes ours."""
+
 JSONObject = dict[str, Any]
 
 
@@ -278,6 +281,7 @@ def create_app(
         redoc_url=None,
         lifespan=lifespan,
         redirect_slashes=False,
+        telemetry=NO_FRAMEWORK_SPANS,
     )
     app.state.service, app.state.access = service, access
     _add_routes(app, service, bool(access.tokens), hosts is not None)
