@@ -81,6 +81,8 @@ class BucketTable:
             self._memory = mmap.mmap(-1, size)
         else:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if hasattr(os, "posix_fallocate"):  # on a full disk this fails now, and no write to the memory later
+                os.posix_fallocate(self._file, 0, size)
             os.ftruncate(self._file, size)  # the same size in every worker: zeros, or what is there
             self._memory = mmap.mmap(self._file, size)
         with self._locked(0, HEADER_BYTES):
