@@ -1,23 +1,23 @@
-"""Cost per request of request ids, tokens, limits, log and spans: two servers, everything on and everything off.
+"""Cost per request of tokens, limits, log and spans: three servers, with nothing, all but spans, and everything on.
 
-    python benchmarks/access.py [MODEL] [--rounds 7] [--requests 3000] [--clients 8]
+    python benchmarks/access.py [MODEL] [--rounds 7] [--requests 1000] [--clients 8]
 
-Both servers run at the same time and are asked in turns: GET /v1/model, which computes nothing, and POST /v1/predict
+The servers run at the same time and are asked in turns: GET /v1/model, which computes nothing, and POST /v1/predict
 with one small image. What counts is the CPU time of the server process per request, in microseconds, and the ratio of
-the two medians; latency on a shared machine says little. The second server has ten named tokens, a rate limit that is
-never reached, a trusted proxy, an access log in a file, and sends spans to a collector in this process; requests to it
-have a traceparent and an X-Forwarded-For header. The extra `otel` is needed.
+the medians; latency on a shared machine says little. The second server has ten named tokens, a rate limit that is never
+reached, a trusted proxy and an access log in a file; the third one also sends spans to a collector in this process.
+Requests to both have a token, a traceparent and an X-Forwarded-For header. The extra `otel` is needed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import tempfile
 import threading
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("model", nargs="?", default="vitrail/cifar10")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--clients", type=int, default=8)
     given = parser.parse_args()
     image = request(saved(Image.effect_noise((32, 32), 60).convert("RGB"), "JPEG"), "image/jpeg")
@@ -88,19 +88,27 @@ def main() -> None:
         tokens.write_text("".join(f"client-{n}: token-number-{n}-of-ten\n" for n in range(10)))
         on = ["--tokens", str(tokens), "--access-log", f"{folder}/log", "--trusted-proxy", "127.0.0.1"]
         on += ["--rate-limit", "1000000/s:1000000"]
-        with service(given.model, "torch", []) as (off_port, off_pid, _):
+        with ExitStack() as stack:
+
+            def start(*options: str) -> tuple[int, int]:
+                return stack.enter_context(service(given.model, "torch", options))[:2]
+
+            servers = {"off": start(), "no spans": start(*on)}
             os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{collector.server_port}"
-            with service(given.model, "torch", on) as (on_port, on_pid, _):
-                for name, data in asked.items():
-                    results: dict[str, list[float]] = {"off": [], "on": []}
-                    for round_ in range(given.rounds + 1):  # the first one warms up
-                        for side, port, pid in (("off", off_port, off_pid), ("on", on_port, on_pid)):
-                            sent = data if side == "off" else with_headers(data)
-                            cost = microseconds(port, pid, sent, given.requests, given.clients)
-                            results[side] += [cost] if round_ else []
-                    medians = {side: statistics.median(costs) for side, costs in results.items()}
-                    print(json.dumps({"request": name, **{k: round(v) for k, v in medians.items()}}), end="  ")
-                    print(f"on / off = {medians['on'] / medians['off']:.2f}, +{medians['on'] - medians['off']:.0f} us")
+            servers["on"] = start(*on)
+            for name, data in asked.items():
+                costs: dict[str, list[float]] = {side: [] for side in servers}
+                for round_ in range(given.rounds + 1):  # the first one warms up
+                    for side, (port, pid) in servers.items():
+                        sent = data if side == "off" else with_headers(data)
+                        cost = microseconds(port, pid, sent, given.requests, given.clients)
+                        costs[side] += [cost] if round_ else []
+                medians = {side: statistics.median(values) for side, values in costs.items()}
+                print(f"{name}: {medians['off']:.0f} us with everything off", end="")
+                for side in ("no spans", "on"):
+                    ratio, more = medians[side] / medians["off"], medians[side] - medians["off"]
+                    print(f"; {side}: {ratio:.2f} times that, {more:+.0f} us", end="")
+                print(flush=True)
     collector.shutdown()
 
 

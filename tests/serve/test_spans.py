@@ -17,6 +17,8 @@ from serving import BusyServer, need_extra, photo, run_server, served, wait_unti
 from vitrail.errors import ConfigError
 from vitrail.serve import spans
 from vitrail.serve.access import AccessConfig
+from vitrail.serve.request_record import RequestRecord
+from vitrail.serve.trace_context import parse_traceparent
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1"}
@@ -92,6 +94,20 @@ def test_the_queue_span_is_as_long_as_the_image_waits(exporter: Any, request_poo
     first, waiting = found["engine"]
     queue = found["queue"][1]
     assert queue.start_time < first.end_time <= queue.end_time == waiting.start_time
+
+
+@pytest.mark.parametrize(
+    "state", [b"", b"=", b"a=1,,b", b"a=1,a=2", b"\xff=\xfe", b"a" * 600, b",".join([b"a=1"] * 90)]
+)
+def test_any_tracestate_is_accepted_and_logs_nothing(
+    exporter: Any, caplog: pytest.LogCaptureFixture, state: bytes
+) -> None:
+    recorder, record = spans.open_recorder(True), RequestRecord("a")
+    assert recorder is not None
+    recorder.start(record, "GET", parse_traceparent([SAMPLED["traceparent"].encode()], [state]))
+    assert record.trace_id == TRACE
+    assert caplog.messages == []
+    recorder.close()
 
 
 def test_an_explanation_has_engine_spans_for_its_steps(exporter: Any) -> None:

@@ -43,6 +43,7 @@ class SpanRecorder:
         resource = Resource.create({"service.version": __version__})
         if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):  # the SDK's default
             resource = resource.merge(Resource({"service.name": "vitrail"}))
+        logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # a line for every damaged tracestate
         self._api = trace
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
