@@ -31,6 +31,8 @@ MAX_PIPE_BYTES = getattr(select, "PIPE_BUF", 512)
 MAX_LINE_BYTES = 4000
 END = b""
 """Ends the thread."""
+WRITE_INTERVAL_S = 0.02
+"""Seconds for which lines are collected, so that the thread does not wake up for each of them."""
 REOPEN_INTERVAL_S = 1.0
 """Seconds between two looks at whether the file has been renamed."""
 CLOSE_TIMEOUT_S = 2.0
@@ -77,6 +79,8 @@ class AccessLog:
         while line != END:
             lines, line = self._take_batch(line or b"")
             self._write_batch(lines)
+            if line is None and self._lines.empty():
+                time.sleep(WRITE_INTERVAL_S)
             line = self._lines.get() if line is None else line
 
     def _take_batch(self, first: bytes) -> tuple[list[bytes], bytes | None]:

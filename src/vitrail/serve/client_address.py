@@ -11,6 +11,7 @@ import ipaddress
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from starlette.types import Scope
 
@@ -122,6 +123,7 @@ def parse_node(text: str) -> Address | None:
     return parse_address(match[1] or match[2] or match[3]) if match else None
 
 
+@lru_cache(maxsize=4096)
 def parse_address(host: str) -> Address | None:
     """An IP address, without zone; IPv4 addresses in IPv6 become IPv4."""
     try:
@@ -131,6 +133,7 @@ def parse_address(host: str) -> Address | None:
     return getattr(address, "ipv4_mapped", None) or address
 
 
+@lru_cache(maxsize=4096)
 def address_key(host: str) -> str:
     """Identifies a client by its IPv4 address or its IPv6 /64 network; a Unix socket by its name."""
     address = parse_address(host)
