@@ -14,6 +14,10 @@ Exits with status 1 if a response was wrong, if there was any 5xx but 503, if th
 5 % between the second and the last fifth of the requests, if an attack made the p99 of ordinary requests five times
 longer, or if the server did not exit with status 0. Another process polls /healthz; the longest latency is printed.
 Options after -- are passed to `vitrail serve`.
+
+With --models N the server has N models with two versions each (`vitrail serve --models`). Clients choose a model at
+random; every --switch-every seconds a version of one of them is taken away or returned, and each response is compared
+with the version that it names.
 """
 
 from __future__ import annotations
@@ -23,12 +27,14 @@ import asyncio
 import base64
 import contextlib
 import io
+import itertools
 import json
 import multiprocessing
 import random
 import socket
 import struct
 import sys
+import tempfile
 import time
 import zlib
 from collections import Counter
@@ -38,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from attacks import ATTACKER, ATTACKS, compare, deep_png, form, many_chunks, many_segments, plain_ppm
+from model_versions import make_versions, serve_models
 from PIL import Image
 
 from vitrail.bench.serve_load import service
@@ -87,8 +94,8 @@ class Sample:
 
     data: bytes
     kind: str
-    index: int = 0
-    score: float = 0.0
+    answers: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+    """Top class and its score, by model and version; for a single model, of ("", "")."""
 
 
 @dataclass
@@ -99,6 +106,9 @@ class Results:
     wrong: list[str] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)
     hostile: Counter[str] = field(default_factory=Counter)
+    versions: Counter[str] = field(default_factory=Counter)
+    """Answers by model and version."""
+    switches: int = 0
     memory: list[tuple[int, int]] = field(default_factory=list)
     """Number of requests so far, and resident MiB of the server: the minimum of several measurements."""
     peak: int = 0
@@ -130,8 +140,28 @@ def make_samples(model: str | None, count: int = 96) -> list[Sample]:
         found.append(Sample(out.getvalue(), kind))
     vit = vitrail.load(model or "vitrail/cifar10")
     for one, [best] in zip(found, vit.predict([g.data for g in found], top=1), strict=True):
-        one.index, one.score = best.index, best.score
+        one.answers["", ""] = best.index, best.score
     return found
+
+
+def make_models(model: str, count: int, folder: Path, samples: list[Sample]) -> list[str]:
+    """Write `count` models with two versions each; returns their names."""
+    names = [f"model-{number}" for number in range(count)]
+    for number, name in enumerate(names):
+        answers = make_versions(model, 2, folder / name, [one.data for one in samples], seed=number)
+        for version, expected in answers.items():
+            for one, answer in zip(samples, expected, strict=True):
+                one.answers[name, version] = answer
+    return names
+
+
+async def switch_versions(folder: Path, names: list[str], seconds: float, results: Results) -> None:
+    """Take the newer version of one model after the other away, and return it."""
+    for name in itertools.cycle(names):
+        await asyncio.sleep(seconds)
+        shown, hidden = folder / name / "2", folder / name / ".2"
+        shown.rename(hidden) if shown.exists() else hidden.rename(shown)
+        results.switches += 1
 
 
 def png(width: int, height: int) -> bytes:
@@ -148,14 +178,15 @@ def request(body: bytes, kind: str, path: str = "/v1/predict?top=1") -> bytes:
     return head.encode() + body
 
 
-def good_request(one: Sample, way: int) -> bytes:
+def good_request(one: Sample, way: int, model: str = "") -> bytes:
     """Request with the image as raw body (0), base64 (1) or form (2)."""
+    path = "/v1/predict?top=1" + (f"&model={model}" if model else "")
     if way == 0:
-        return request(one.data, f"image/{one.kind}")
+        return request(one.data, f"image/{one.kind}", path)
     if way == 1:
-        return request(json.dumps({"image": base64.b64encode(one.data).decode()}).encode(), "application/json")
+        return request(json.dumps({"image": base64.b64encode(one.data).decode()}).encode(), "application/json", path)
     part = b'--edge\r\nContent-Disposition: form-data; name="images"; filename="a"\r\n\r\n'
-    return request(part + one.data + b"\r\n--edge--\r\n", "multipart/form-data; boundary=edge")
+    return request(part + one.data + b"\r\n--edge--\r\n", "multipart/form-data; boundary=edge", path)
 
 
 @lru_cache(maxsize=1)
@@ -260,18 +291,24 @@ class Client:
             self.writer.close()
         self.reader = self.writer = None
 
-    async def good(self, one: Sample, way: int) -> None:
-        status, body = await self.ask(good_request(one, way))
+    async def good(self, one: Sample, way: int, model: str = "") -> None:
+        status, body = await self.ask(good_request(one, way, model))
         while status in (429, 503):  # retry later, as the server asks
             await asyncio.sleep(1)
-            status, body = await self.ask(good_request(one, way))
+            status, body = await self.ask(good_request(one, way, model))
         if status != 200:
             self.results.wrong.append(f"a good request was answered {status}: {body.decode()}")
             return
-        [best] = json.loads(body)["results"][0]["predictions"]
-        if best["index"] != one.index or abs(best["score"] - one.score) > SCORE_TOLERANCE:
-            self.results.wrong.append(f"got {best}, expected class {one.index} with {one.score}")
+        answer = json.loads(body)
+        [best] = answer["results"][0]["predictions"]
+        version = (answer["model"], answer["version"]) if model else ("", "")
+        index, score = one.answers[version]
+        if answer["model"] != (model or answer["model"]):
+            self.results.wrong.append(f"asked for {model}, got {answer['model']}")
+        if best["index"] != index or abs(best["score"] - score) > SCORE_TOLERANCE:
+            self.results.wrong.append(f"got {best} of {version}, expected class {index} with {score}")
         self.results.good += 1
+        self.results.versions[" ".join(version)] += 1
 
     async def hostile(self, name: str, one: Sample, rng: random.Random) -> None:
         self.results.hostile[name] += 1
@@ -362,8 +399,11 @@ def resident_mib(pid: int) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) // 1024
 
 
-async def soak(port: int, pid: int, samples: list[Sample], given: argparse.Namespace) -> Results:
+async def soak(
+    port: int, pid: int, samples: list[Sample], given: argparse.Namespace, folder: Path, names: list[str]
+) -> Results:
     results, turn = Results(), iter(range(given.requests))
+    switching = asyncio.ensure_future(switch_versions(folder, names, given.switch_every, results))
 
     async def client(number: int) -> None:
         rng, mine = random.Random(given.seed * 1000 + number), Client(port, results)
@@ -374,10 +414,11 @@ async def soak(port: int, pid: int, samples: list[Sample], given: argparse.Names
             if rng.random() < given.hostile:
                 await mine.hostile(rng.choice(HOSTILE), one, rng)
             else:
-                await mine.good(one, rng.randrange(3))
+                await mine.good(one, rng.randrange(3), rng.choice(names or [""]))
         mine.close()
 
     await asyncio.gather(*(client(number) for number in range(given.clients)))
+    switching.cancel()
     for writer in results.silent:
         writer.close()
     results.add(given.requests, resident_mib(pid))
@@ -392,12 +433,21 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", default="torch")
+    parser.add_argument("--models", type=int, default=0, help="number of models with two versions each; 0: one model")
+    parser.add_argument("--switch-every", type=float, default=20, help="seconds between two switches of versions")
     parser.add_argument("--seconds", type=float, default=10, help="duration of each attack; 0 skips the attacks")
     given, options = parser.parse_known_args()
     options = [word for word in options if word != "--"]
     samples = make_samples(given.model)
-    failures = []
-    with service(given.model or "vitrail/cifar10", given.engine, options) as (port, pid, ended):
+    failures: list[str] = []
+    with contextlib.ExitStack() as stack:
+        folder, model = Path(stack.enter_context(tempfile.TemporaryDirectory())), given.model or "vitrail/cifar10"
+        names = make_models(model, given.models, folder, samples)
+        port, pid, ended = stack.enter_context(
+            serve_models(folder, ["--engine", given.engine, *options])
+            if names
+            else service(model, given.engine, options)
+        )
         if given.seconds:
             failures += compare(port, list(ATTACKS), ATTACKER, given.seconds)
         context = multiprocessing.get_context("spawn")
@@ -405,7 +455,7 @@ def main() -> None:
         watcher = context.Process(target=poll_health, args=(port, longest, polls), daemon=True)
         watcher.start()
         start = time.perf_counter()
-        results = asyncio.run(soak(port, pid, samples, given))
+        results = asyncio.run(soak(port, pid, samples, given, folder, names))
         took = time.perf_counter() - start
         watcher.terminate()
     if ended != [0]:
@@ -413,6 +463,8 @@ def main() -> None:
     print(f"{given.requests} requests in {took:.0f} s; {results.good} good ones answered, {len(results.wrong)} wrong")
     print("statuses", dict(sorted(results.statuses.items())))
     print("hostile", dict(sorted(results.hostile.items())))
+    if names:
+        print(f"{results.switches} switches; answers by version", dict(sorted(results.versions.items())))
     print(f"/healthz, polled {polls.value} times, took at most {1000 * longest.value:.0f} ms")
     print("memory, MiB", " ".join(f"{count}:{mib}" for count, mib in results.memory), "peak", results.peak)
     early = min(mib for count, mib in results.memory if 0.2 <= count / given.requests < 0.4)

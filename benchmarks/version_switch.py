@@ -19,26 +19,24 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from model_versions import call, make_versions, serve_models
 from soak import request, resident_mib
+
+from vitrail.serve.static_files import WEB_DIR
 
 SCORE_TOLERANCE = 1e-4
 """Allowed difference of a score from that of `Model.predict`; batches round differently."""
 MIN_DIFFERENCE = 1e-2
 """Minimum difference of the scores of two versions for the same image."""
 SWITCH_TIMEOUT_S = 120.0
-TOKEN_VARIABLE, TOKEN = "VERSION_SWITCH_TOKEN", "of-the-benchmark"
 
 
 @dataclass(frozen=True)
@@ -59,26 +57,6 @@ class Results:
     problems: list[str] = field(default_factory=list)
     loading: list[tuple[float, float]] = field(default_factory=list)
     """Begin and end of each switch."""
-
-
-def make_versions(model: str, count: int, folder: Path) -> Expected:
-    """Save `count` versions, 1 to N, and compute what they answer."""
-    import torch
-
-    import vitrail
-    from vitrail.serve.static_files import WEB_DIR
-
-    images = [path.read_bytes() for path in sorted((WEB_DIR / "samples").glob("*.jpg"))]
-    vit = vitrail.load(model)
-    bias = vit.net.head.bias.detach().clone()
-    answers: dict[str, list[tuple[int, float]]] = {}
-    for number in range(1, count + 1):
-        generator = torch.Generator().manual_seed(number)
-        with torch.no_grad():
-            vit.net.head.bias.copy_(bias + 3 * torch.randn(bias.shape, generator=generator))
-        vit.save(folder / str(number))
-        answers[str(number)] = [(best.index, best.score) for [best] in vit.predict(images, top=1)]
-    return Expected(images, answers)
 
 
 def check_distinct(expected: Expected) -> None:
@@ -121,14 +99,6 @@ def check_answer(status: bytes, body: bytes, index: int, expected: Expected, res
     results.versions[answer["version"]] += 1
     if best["index"] != label or abs(best["score"] - score) > SCORE_TOLERANCE:
         results.problems.append(f"version {answer['version']} answered {best}, expected class {label} with {score}")
-
-
-def call(port: int, path: str, method: str = "GET") -> Any:
-    """JSON of a route; with the token of operators."""
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    asked = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers, method=method)
-    with urllib.request.urlopen(asked, timeout=SWITCH_TIMEOUT_S) as response:
-        return json.load(response)
 
 
 async def switch_to(version: str, port: int, results: Results, start: float, rollback: bool = False) -> None:
@@ -191,42 +161,24 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--engine", default="torch")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary, socket.socket() as free:
+    with tempfile.TemporaryDirectory() as temporary:
         store, folder = Path(temporary, "store"), Path(temporary, "models", "photos")
         folder.mkdir(parents=True)
-        expected = make_versions(options.model, options.switches + 1, store)
+        images = [path.read_bytes() for path in sorted((WEB_DIR / "samples").glob("*.jpg"))]
+        expected = Expected(images, make_versions(options.model, options.switches + 1, store, images))
         check_distinct(expected)
         os.rename(store / "1", folder / "1")
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        command = [sys.executable, "-m", "vitrail", "serve", "--models", str(folder.parent), "--port", str(port)]
-        command += ["--engine", options.engine, "--workers", str(options.workers), "--admin-token", TOKEN_VARIABLE]
-        server = subprocess.Popen(command, env={**os.environ, TOKEN_VARIABLE: TOKEN})
-        try:
-            wait_until_ready(port)
-            before = resident_mib(server.pid)
+        words = ["--engine", options.engine, "--workers", str(options.workers)]
+        with serve_models(folder.parent, words) as (port, pid, ended):
+            before = resident_mib(pid)
             results = asyncio.run(run(port, store, folder, expected, options))
-            memory = [before, resident_mib(server.pid)]
+            memory = [before, resident_mib(pid)]
             print(json.dumps(call(port, "/v1/models")))
-        finally:
-            server.terminate()
-            status = server.wait(60)
     report(results, memory)
-    failures = results.problems + ([f"the server exited with status {status}"] if status else [])
+    failures = results.problems + ([] if ended == [0] else [f"the server exited with {ended}"])
     for failure in failures[:10]:
         print("FAILED:", failure)
     sys.exit(bool(failures))
-
-
-def wait_until_ready(port: int) -> None:
-    for _ in range(1200):
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise SystemExit("the server did not become ready.")
 
 
 if __name__ == "__main__":

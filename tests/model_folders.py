@@ -113,7 +113,13 @@ def run_models(
     """Run a server that watches the folder, in a thread; yields a client and its `Service`."""
     monkeypatch.setattr(model_manager, "POLL_S", 0.1)
     config = config_for(folder, admin_token=ADMIN_TOKEN, **options)
-    app = create_app((), None, QUICK, token, models=config)
+    with run_app(create_app((), None, QUICK, token, models=config)) as client_and_service:
+        yield client_and_service
+
+
+@contextmanager
+def run_app(app: Any) -> Iterator[tuple[httpx.Client, Service]]:
+    """Run a server in a thread until its models are ready."""
     server = uvicorn.Server(uvicorn_config(app, port=0))
     thread = threading.Thread(target=server.run)
     thread.start()

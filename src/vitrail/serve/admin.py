@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -54,7 +54,9 @@ class Admin:
         self.check_token(request)
         if action not in ACTIONS:
             raise RequestError(404, "not_found", f"got {action[:40]!r}, expected one of {', '.join(ACTIONS)}.")
-        wait, signatures = _read_wait(request), self._signatures(name, version)
+        wait = _read_wait(request)
+        await self.manager.poll(complete=True)
+        signatures = self._signatures(name, version)
         newer = {one: found for one, found in signatures.items() if version_key(one) > version_key(version)}
 
         def apply(choices: Choices) -> None:
@@ -62,7 +64,7 @@ class Admin:
             held = {one: found for one, found in choice.held.items() if signatures.get(one) == found}
             if action == "default":
                 held = {one: found for one, found in held.items() if one != version} | newer
-            elif action == "unload":
+            elif action == "unload" and version == _newest(signatures.keys() - held.keys()):
                 held[version] = signatures[version]
             choice.held, kept = held, {*choice.kept} - {version}
             choice.kept = sorted(kept | {version} if action == "load" else kept)
@@ -98,6 +100,10 @@ class Admin:
         status = self.manager.status.get((name, version))
         if action != "unload" and status is not None and status.state == "failed":
             raise RequestError(409, "version_failed", f"version {version} of {name}: {status.reason}")
+
+
+def _newest(versions: Iterable[str]) -> str | None:
+    return max(versions, key=version_key, default=None)
 
 
 def _read_wait(request: Request) -> float:

@@ -143,9 +143,10 @@ class ModelManager:
         if target is not None and target.loaded is not None:
             self.registry.set_default(name, target.found.version)
             unused = {one.version for one in versions} - {target.found.version, *self._kept(name)}
-        else:  # only what is gone, and only if nothing else can take its place
-            present = self._folder.models[name].versions if name in self._folder.models else {}
-            unused = set() if target is not None else {one.version for one in versions} - set(present)
+        elif target is not None:  # what is in use stays until the target can take its place
+            unused = set()
+        else:
+            unused = {one.version for one in versions} - {*self._offered(name)}
         for one in versions:
             if one.version in unused:
                 self._start_drain(one)
@@ -165,17 +166,15 @@ class ModelManager:
 
         A loaded version whose files have been overwritten with a bad one stays usable.
         """
-        model, choice = self._folder.models.get(name), self._folder.choices.models.get(name)
-        if model is None:
-            return None
-        held = {} if choice is None else choice.held
-        statuses = [
-            self.status[name, version]
-            for version in model.versions
-            if held.get(version) != model.versions[version].signature
-        ]
+        statuses = [self.status[name, version] for version in self._offered(name)]
         usable = [one for one in statuses if one.state != "failed" or one.loaded is not None]
         return max(usable, key=lambda one: version_key(one.found.version), default=None)
+
+    def _offered(self, name: str) -> list[str]:
+        """Versions in the folder that are not held back."""
+        choice = self._folder.choices.models.get(name)
+        held = {} if choice is None else choice.held
+        return [version for version, signature in self.signatures(name).items() if held.get(version) != signature]
 
     def _kept(self, name: str) -> list[str]:
         """Versions to load beside the default."""
@@ -250,19 +249,23 @@ class ModelManager:
         consequence = "No version is in use" if current is None else f"Version {current.version} stays in use"
         trace = None if isinstance(error, VitrailError) else error
         log.error("%s %s: %s %s.", found.name, found.version, status.reason, consequence, exc_info=trace)
+        cause: BaseException | None = error
+        while cause is not None:  # the frames of the traceback hold the model
+            cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
 
     # For the routes
 
     def describe(self, private: bool = False) -> list[dict[str, Any]]:
         """Every model with the state of each version. private: with paths and the full reasons."""
-        names = dict.fromkeys([*self.registry.names, *(name for name, _ in self.status)])
+        draining = [version.name for version in self.registry.draining]
+        names = dict.fromkeys([*self.registry.names, *(name for name, _ in self.status), *draining])
         return [self._describe_model(name, private) for name in names]
 
     def _describe_model(self, name: str, private: bool) -> dict[str, Any]:
         default = self.registry.default(name)
         found = [one for (model, _), one in self.status.items() if model == name]
         versions = {one.found.version: self._describe_version(one, private) for one in found}
-        for version in {one.version for one in self.registry.draining(name)}:
+        for version in {one.version for one in self.registry.draining if one.name == name}:
             described = versions.setdefault(version, {"version": version, "state": "draining"})
             described |= {"state": "draining"} if described["state"] == "available" else {}
         problem = self._folder.models[name].problem if name in self._folder.models else ""

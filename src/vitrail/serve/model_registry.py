@@ -49,9 +49,10 @@ class ModelRegistry:
         """Loaded versions of a model in natural order, oldest first; empty if it is unknown."""
         return tuple(sorted(self._versions.get(name, {}).values(), key=lambda one: version_key(one.version)))
 
-    def draining(self, name: str) -> tuple[ModelVersion, ...]:
-        """Versions of a model that finish their requests."""
-        return tuple(one for one in self._draining if one.name == name)
+    @property
+    def draining(self) -> tuple[ModelVersion, ...]:
+        """Versions that are out of use and finish their requests."""
+        return tuple(self._draining)
 
     def default(self, name: str) -> ModelVersion | None:
         """The version of a model that answers requests without a version; None if there is none."""
@@ -146,7 +147,7 @@ class ModelRegistry:
     def _describe(self, name: str) -> dict[str, Any]:
         versions = [
             *({"version": one.version, "state": "ready" if one.ready else "loading"} for one in self.versions(name)),
-            *({"version": one.version, "state": "draining"} for one in self.draining(name)),
+            *({"version": one.version, "state": "draining"} for one in self.draining if one.name == name),
         ]
         return {"name": name, "default": self._defaults[name], "versions": versions}
 

@@ -10,7 +10,8 @@ import { isUserImage, writePermalink } from "./permalink.js";
 import { Pane } from "./pane.js";
 import { drawDistancePlot, drawPositionMap } from "./charts.js";
 import { describePredictions, drawCompactPredictions, Predictions } from "./predictions.js";
-import { request, retryNow, setListeners } from "./server.js";
+import { drawModelName } from "./model_select.js";
+import { chosenModel, ofModel, request, retryNow, setListeners } from "./server.js";
 import { ImageState } from "./image_state.js";
 import { colorScaleLabels, MAP_TITLES, MAP_TOOLTIPS, paneCaption, paneTitle, patchName, queryCaption, usageHint } from "./captions.js";
 import { requestToken } from "./token.js";
@@ -294,15 +295,15 @@ function addListeners() {
   addShortcuts({ updatePane, activePane, togglePlay, compare, copyLink, toggleTheme, model, mapNames, view, render, undo: () => stateOf(activePane()).undo(), clear: () => stateOf(activePane()).hiddenPatches.size && stateOf(activePane()).setHidden([]) });
 }
 
-function drawModelSummary() {
-  const { name, num_parameters, grid, depth, num_heads, image_size } = model, parts = [];
+function drawModelSummary(names) {
+  const { num_parameters, grid, depth, num_heads, image_size } = model, parts = [];
   if (num_parameters) parts.push(`${(num_parameters / 1e6).toFixed(1)} M parameters`);
   if (grid) parts.push(`${grid.rows} × ${grid.columns} patches`);
   if (depth) parts.push(num_heads ? `${depth} layers × ${num_heads} heads` : `${depth} layers`);
   parts.push(`${image_size.width} × ${image_size.height} px`);
-  const nameElement = Object.assign(document.createElement("b"), { textContent: name, title: name, dir: "auto" });
+  const nameElement = drawModelName(model, names, showModel);
   $("model-summary").replaceChildren(nameElement, ...parts.map((text) => Object.assign(document.createElement("span"), { textContent: text })));
-  document.title = `vitrail: inside ${truncate(name, 60)}`;
+  document.title = `vitrail: inside ${truncate(model.name, 60)}`;
 }
 
 function showProgress(description, ms, progress) {
@@ -311,11 +312,12 @@ function showProgress(description, ms, progress) {
 }
 
 async function start() {
-  setListeners({ onServerState: handleServerState, onProgress: showProgress, requestToken });
+  setListeners({ onServerState: handleServerState, onProgress: showProgress, onAnswer: ({ version }) => version === model?.version || reloadIfChanged().catch(() => {}), requestToken });
   initBanner(retryNow);
-  model = await request("/v1/model", { description: "Waiting for the model" });
+  model = await request(ofModel("/v1/model"), { description: "Waiting for the model" });
+  const { data: models } = await request("/v1/models").catch(() => ({ data: [] }));
   mapNames = [...(model.has_attention ? ["attention"] : []), ...model.methods.filter((m) => m !== "attention"), ...(model.pool === "map" ? ["pool"] : []), "plain"];
-  drawModelSummary();
+  drawModelSummary(models.filter((one) => one.default !== null).map(({ name }) => name));
   $("theme").setAttribute("aria-pressed", String((document.documentElement.dataset.theme ?? "") === "dark" || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches)));
   if (!model.has_attention) view.mode = "hide";
   const samples = await request("/v1/samples").catch(() => []);
@@ -325,8 +327,8 @@ async function start() {
   document.body.classList.add("ready");
   await imagePicker.restore(location.hash);
   const modelChanged = sessionStorage.getItem("vitrail-other");
-  if (modelChanged) { sessionStorage.removeItem("vitrail-other"); showBanner(`The server is back with another model: ${truncate(model.name, 60)}.`, 6000); }
-  if (model.has_attention) request("/v1/positions").then((response) => { positions = parsePositions(response); render(); }, () => {});
+  if (modelChanged) { sessionStorage.removeItem("vitrail-other"); showBanner(modelChanged === "version" ? `The server has another version of the model now: ${truncate(model.version, 60)}.` : `The server is back with another model: ${truncate(model.name, 60)}.`, 6000); }
+  if (model.has_attention) request(ofModel("/v1/positions")).then((response) => { positions = parsePositions(response); render(); }, () => {});
 }
 
 /** Shows that the server is unreachable, busy or back; reloads if it serves another model. */
@@ -335,16 +337,31 @@ async function handleServerState(status, seconds) {
   if (status === "unreachable") return showBanner("The server is unreachable; your view is kept.", 0, "Try now", countdown);
   if (status === "busy") return showBanner("The server is busy.", 0, "Try now", countdown);
   showBanner("The server is back.", 2500);
-  const newModel = await request("/v1/model"), same = (key) => JSON.stringify(newModel[key]) === JSON.stringify(model[key]);
+  await reloadIfChanged();
+}
+
+/** Reloads the page if the server has another model or version now, because its results would not fit together. */
+async function reloadIfChanged() {
+  const newModel = await request(ofModel("/v1/model")), same = (key) => JSON.stringify(newModel[key]) === JSON.stringify(model[key]);
   if (!model || Object.keys(newModel).every(same)) return;
-  updateUrl();
-  if (!["grid", "prefix_tokens", "depth", "num_heads"].every(same)) {  // another grid: hidden patches and the query do not apply to it
-    const parameters = new URLSearchParams(location.hash.slice(1)), keptParameters = ["image", "image2", "show", "show2", "paint", "fill"];
-    for (const name of [...parameters.keys()]) if (!keptParameters.includes(name)) parameters.delete(name);
-    history.replaceState(null, "", `#${parameters}`);
-  }
-  sessionStorage.setItem("vitrail-other", "yes");
+  keepView(["grid", "prefix_tokens", "depth", "num_heads"].every(same));
+  sessionStorage.setItem("vitrail-other", newModel.name === model.name && newModel.version !== model.version ? "version" : "model");
   location.reload();
+}
+
+/** Writes the view to the URL for another model. With another grid, hidden patches and the query do not apply to it. */
+function keepView(sameGrid) {
+  updateUrl();
+  if (sameGrid) return;
+  const parameters = new URLSearchParams(location.hash.slice(1)), keptParameters = ["image", "image2", "show", "show2", "paint", "fill"];
+  for (const name of [...parameters.keys()]) if (!keptParameters.includes(name)) parameters.delete(name);
+  history.replaceState(null, "", `#${parameters}`);
+}
+
+function showModel(name) {
+  if (name === (chosenModel ?? model.name)) return;
+  keepView(false);
+  location.assign(`?${new URLSearchParams({ model: name })}${location.hash}`);
 }
 
 start().catch((error) => showBanner(capitalize(error.message)));

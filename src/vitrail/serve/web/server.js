@@ -12,7 +12,9 @@ export class RequestError extends Error {
   }
 }
 
-const listeners = { onServerState: () => {}, onProgress: () => {}, requestToken: async () => "" };
+const listeners = { onServerState: () => {}, onProgress: () => {}, onAnswer: () => {}, requestToken: async () => "" };
+/** Name of the model that this page shows, from ?model=; null for the server's default. */
+export const chosenModel = new URLSearchParams(location.search).get("model");
 let token = sessionStorage.getItem("vitrail-token");
 let unavailable = false;  // the last response was missing or "busy"
 const pendingRetries = new Set();  // functions that end the wait before the next attempt
@@ -20,7 +22,10 @@ let tokenPrompt = null;  // one dialog for all requests rejected at the same tim
 const runningRequests = new Map();  // id -> description, start time, progress
 let progressTimer = 0;
 
-/** `onServerState(status, seconds)`: "unreachable", "busy" or "ok"; `onProgress(description, ms, progress)`; `requestToken(rejected)` prompts for a token. */
+/** The path with the chosen model as its parameter. */
+export function ofModel(path) { return chosenModel === null ? path : `${path}?${new URLSearchParams({ model: chosenModel })}`; }
+
+/** `onServerState(status, seconds)`: "unreachable", "busy" or "ok"; `onAnswer(data)`: an answer of the model; `onProgress(description, ms, progress)`; `requestToken(rejected)` prompts for a token. */
 export function setListeners(callbacks) { Object.assign(listeners, callbacks); }
 export function retryNow() { for (const wake of pendingRetries) wake(); }
 
@@ -35,7 +40,10 @@ export async function request(path, { body, description = "", signal, as = "json
     for (let attempt = 0; ; attempt++) {
       const outcome = await attemptRequest(path, body, signal, as, onPartial);
       if (unavailable && !outcome.retry) { unavailable = false; listeners.onServerState("ok", 0); }  // any response means that it is back
-      if (outcome.ok) return outcome.data;
+      if (outcome.ok) {
+        if (body && outcome.data?.version) listeners.onAnswer(outcome.data);
+        return outcome.data;
+      }
       if (!outcome.retry) throw outcome.error;
       const wait = outcome.retryAfter ?? RETRY_DELAYS[Math.min(attempt, RETRY_DELAYS.length - 1)];
       await waitToRetry(wait, outcome.status, signal);
@@ -147,6 +155,7 @@ export function latest(task, delay = 0) {
 export function imageForm(blob, parameters) {
   const data = new FormData();
   data.append("image", blob, "image");
+  if (chosenModel !== null) data.append("model", chosenModel);
   for (const [name, value] of Object.entries(parameters)) {
     if (value !== undefined) data.append(name, typeof value === "string" ? value : JSON.stringify(value));
   }
