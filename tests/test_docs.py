@@ -87,6 +87,7 @@ PROSE = [
     "CONTRIBUTING.md",
     "docs/benchmarks.md",
     "docs/log.md",
+    "docs/operations.md",
     "docs/protocols.md",
     "docs/reproduce.md",
     "docs/reproducibility.md",

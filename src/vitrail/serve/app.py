@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from vitrail import __version__
 from vitrail.errors import VitrailError
 from vitrail.serve import protocol_schema, response_types, schema, static_files
+from vitrail.serve.access import Access, AccessConfig
 from vitrail.serve.admin import add_admin_routes
 from vitrail.serve.batching import ProgressCallback, deadline_error
 from vitrail.serve.call import Call
@@ -43,6 +44,9 @@ DISCARD_BODY_S = 1.0
 
 MAX_REFUSAL_DELAY_S, MIN_REFUSAL_DELAY_S, REFUSED_BYTES_PER_S = 1.0, 0.1, 8e6
 """Delay of an error response to a request with a body: maximum and minimum seconds, and bytes per second of delay."""
+
+NO_FRAMEWORK_SPANS = dict.fromkeys(("tracing", "metrics", "logs", "operation_spans", "auto_configure"), False)
+"""Recent versions of FastAPI can send spans of their own, with query strings and tracebacks; spans.py makes ours."""
 
 JSONObject = dict[str, Any]
 Parameters = TypeVar("Parameters", bound=schema.ModelParameters)
@@ -282,6 +286,7 @@ def create_app(
     hosts: Sequence[str] | None = None,
     models: ModelsConfig | None = None,
     batching_for: Callable[[ServedModel], BatchingConfig] | None = None,
+    access_config: AccessConfig | None = None,
 ) -> FastAPI:
     """The service as an ASGI app; its `Service` is `app.state.service`.
 
@@ -290,6 +295,7 @@ def create_app(
     """
     batching = batching or BatchingConfig()
     service = Service(limits or Limits(), batching)
+    access = Access(access_config or AccessConfig(), token, service.metrics.registry)
     if models is not None:
         service.manage(models, batching_for or (lambda _: batching))
     for one in [served] if isinstance(served, ServedModel) else served:
@@ -303,6 +309,7 @@ def create_app(
         if watcher is not None:
             watcher.cancel()
         await service.registry.stop()
+        await asyncio.to_thread(access.close)
 
     app = FastAPI(
         title="vitrail",
@@ -313,14 +320,17 @@ def create_app(
         redoc_url=None,
         lifespan=lifespan,
         redirect_slashes=False,
+        telemetry=NO_FRAMEWORK_SPANS,
     )
-    app.state.service = service
-    _add_routes(app, service, token is not None, hosts is not None)
+    app.state.service, app.state.access = service, access
+    _add_routes(app, service, bool(access.tokens), hosts is not None)
     if service.manager is not None and models is not None and models.admin_token is not None:
         add_admin_routes(app, service.manager, models.admin_token)
     for error_type in (RequestError, HTTPException):
         app.add_exception_handler(error_type, partial(_error_response, service.metrics))
-    app.add_middleware(SecurityMiddleware, metrics=service.metrics, token=token, hosts=hosts, routes=app.router.routes)
+    app.add_middleware(
+        SecurityMiddleware, metrics=service.metrics, access=access, hosts=hosts, routes=app.router.routes
+    )
     app.openapi = partial(_openapi, app.openapi, service)
     return app
 

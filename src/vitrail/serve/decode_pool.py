@@ -7,6 +7,7 @@ request whose images are too expensive together is rejected as a whole.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,7 @@ from vitrail.serve.image_decoder import ImageDecoder, InspectedImage
 from vitrail.serve.limits import Limits
 from vitrail.serve.prometheus_metrics import ModelMetrics
 from vitrail.serve.quota import Lease, Quota
+from vitrail.serve.request_record import RequestRecord
 from vitrail.serve.weighted_semaphore import WeightedSemaphore
 
 Pixels = npt.NDArray[Any]
@@ -38,6 +40,7 @@ class DecodeRequest(Protocol):
     payloads: list[Any]
     large_image_lease: Lease | None
     """What the request holds of the quota for large images; released when the request ends."""
+    record: RequestRecord
 
     def expired(self) -> bool: ...
 
@@ -202,8 +205,11 @@ class DecodePool:
         try:
             if inspected is None or request.expired():
                 return None, None
+            start = time.perf_counter()
             with self.metrics.decode_seconds.time():
-                return decode(inspected), None
+                pixels = decode(inspected)
+            request.record.decoded(index, start)
+            return pixels, None
         except Exception as error:
             return None, error.for_image(index, request.count) if isinstance(error, RequestError) else error
 

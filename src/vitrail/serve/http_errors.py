@@ -10,6 +10,7 @@ from typing import Any
 from fastapi.responses import Response
 
 from vitrail.errors import VitrailError
+from vitrail.serve.request_record import current_record
 
 DEFAULT_CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
 """Codes of the errors that the router raises itself."""
@@ -41,12 +42,17 @@ class RequestError(Exception):
             self.message = f"image {number + 1} of {count}: {self.message}"
         return self
 
-    def body(self, path: str = "") -> bytes:
-        """The error as JSON; for a path of the Open Inference Protocol only the message, as that requires."""
-        is_plain = path == OPEN_INFERENCE or path.startswith(f"{OPEN_INFERENCE}/")
-        return json.dumps(
-            {"error": self.message if is_plain else {"code": self.code, "message": self.message}}
-        ).encode()
+    def body(self, path: str = "", request_id: str = "") -> bytes:
+        """The error as JSON, with the id of the current request, whose record receives the code.
+
+        path: one of the Open Inference Protocol gives only the message, as that requires.
+        """
+        record = current_record()
+        record.error, request_id = self.code, request_id or record.id
+        if path == OPEN_INFERENCE or path.startswith(f"{OPEN_INFERENCE}/"):
+            return json.dumps({"error": self.message}).encode()
+        identified = {"request_id": request_id} if request_id else {}
+        return json.dumps({"error": {"code": self.code, "message": self.message, **identified}}).encode()
 
     def response(self, path: str = "") -> Response:
         return Response(self.body(path), self.status, self.headers, media_type="application/json")

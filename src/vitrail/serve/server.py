@@ -27,6 +27,7 @@ import uvicorn
 
 from vitrail.errors import ConfigError
 from vitrail.runtime.cores import usable_cores
+from vitrail.serve.access import AccessConfig
 from vitrail.serve.connections import limited_protocol
 from vitrail.serve.limits import BatchingConfig, Limits, divide_cores
 from vitrail.serve.served_model import ServedModel
@@ -65,6 +66,7 @@ class ServerConfig:
     token: str | None = None
     hosts: tuple[str, ...] | None = None
     """Accepted host names besides loopback; None: all."""
+    access: AccessConfig = field(default_factory=AccessConfig)
     drain_delay: float = 0.5
     """Seconds between /readyz returning 503 and closing the socket."""
     models: ModelsConfig | None = None
@@ -223,11 +225,17 @@ def serve_in_process(
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs every damaged form
     limits, backlog = fit_open_files(settings.limits)
     batching_for = partial(_batching_for, settings)
-    if settings.models is None:
-        served = loader()
-        app = create_app(served, limits, batching_for(served), settings.token, settings.hosts)
-    else:
-        app = create_app((), limits, batching_for(None), settings.token, settings.hosts, settings.models, batching_for)
+    served = loader() if settings.models is None else ()
+    app = create_app(
+        served,
+        limits,
+        batching_for(served or None),
+        settings.token,
+        settings.hosts,
+        settings.models,
+        batching_for,
+        settings.access,
+    )
     service = app.state.service
 
     def report_started() -> None:
@@ -254,7 +262,7 @@ def uvicorn_config(app: Any, **options: Any) -> uvicorn.Config:
     """uvicorn's configuration: little logging, no server header, our protocol limits."""
     return uvicorn.Config(
         app,
-        http=limited_protocol(app.state.service.limits),
+        http=limited_protocol(app.state.service.limits, app.state.access),
         lifespan="on",
         ws="none",
         access_log=False,
