@@ -26,6 +26,7 @@ httpx = import_peer("httpx")
 
 import uvicorn  # noqa: E402
 
+from vitrail.serve.access import AccessConfig  # noqa: E402
 from vitrail.serve.app import Service, create_app  # noqa: E402
 from vitrail.serve.limits import BatchingConfig, Limits  # noqa: E402
 from vitrail.serve.served_model import ServedModel  # noqa: E402
@@ -62,9 +63,10 @@ def run_server(
     batching: BatchingConfig = QUICK,
     token: str | None = None,
     hosts: tuple[str, ...] | None = None,
+    access: AccessConfig | None = None,
 ) -> Iterator[tuple[httpx.Client, Service]]:
     """Run a server in a thread; yields a client and its `Service`."""
-    app = create_app(served_model, limits, batching, token, hosts)
+    app = create_app(served_model, limits, batching, token, hosts, access)
     server = uvicorn.Server(uvicorn_config(app, port=0))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -84,6 +84,7 @@ PROSE = [
     "CONTRIBUTING.md",
     "docs/benchmarks.md",
     "docs/log.md",
+    "docs/operations.md",
     "docs/reproduce.md",
     "docs/reproducibility.md",
     "docs/serving.md",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 import subprocess
 import sys
@@ -70,6 +71,44 @@ def test_options_reach_the_server(vitrail, weights, started, monkeypatch):
     assert (settings.token, started["workers"]) == ("a-token", 2)
     assert ", 2 processes" in result.out
     assert isinstance(started["opener"], partial)
+
+
+def test_access_options_reach_the_server(vitrail, weights, started, tmp_path):
+    (tmp_path / "tokens").write_text("app: a-token-of-the-app\n")
+    options = ("--tokens", tmp_path / "tokens", "--rate-limit", "50/s:100", "--access-log", tmp_path / "log")
+    proxies = ("--trusted-proxy", "10.0.0.0/8", "--trusted-proxy", "unix")
+    result = vitrail("serve", weights, "--port", 0, "--host", "0.0.0.0", *options, *proxies)
+    assert result.status == 0
+    access = started["settings"].access
+    assert (access.tokens, access.log) == (tmp_path / "tokens", str(tmp_path / "log"))
+    assert (access.rate_limit.rate, access.rate_limit.burst) == (50, 100)
+    assert access.proxies.trusts("10.1.2.3")
+    assert access.proxies.trusts("")
+    assert not access.otel
+    assert not [note for note in result.notes if "everyone" in note]  # a token is needed
+    pickle.dumps(started["settings"])  # for the workers
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--tokens", "missing"), "no such file"),
+        (("--rate-limit", "fast"), "try 50/s"),
+        (("--trusted-proxy", "proxy.example"), "expected an address or a network"),
+        (("--access-log", "missing/log"), "try a file in a folder that exists"),
+    ],
+)
+def test_a_wrong_access_option_is_reported_before_the_model_is_loaded(vitrail, options, words):
+    result = vitrail("serve", "/no/such/model", "--port", 0, *options)
+    assert result.status == 1
+    assert words in result.errors[0]
+    assert options[0] in result.errors[0]
+
+
+def test_with_the_access_log_on_stdout_nothing_else_is_printed_there(vitrail, weights, started):
+    result = vitrail("serve", weights, "--port", 0, "--access-log", "-")
+    assert result.out == ""
+    assert "small at http://127.0.0.1:" in result.err
 
 
 def test_the_model_is_opened_with_its_options(vitrail, weights, started, tmp_path):

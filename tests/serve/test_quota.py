@@ -28,6 +28,13 @@ def test_one_client_may_hold_at_most_seven_eighths() -> None:
     assert quota.used == 75
 
 
+def test_a_client_with_a_token_is_told_so() -> None:
+    quota = Quota("images are waiting already", 8)
+    quota.acquire("token app", 7)
+    message = "7 images are waiting already for this token, at most 7 are allowed; try again in 1 s."
+    assert acquire_error(quota, "token app", 1) == (429, message, "1")
+
+
 def test_a_rejected_request_acquires_nothing_and_small_totals_are_not_split() -> None:
     quota = Quota("explanations are being made already", 2)
     quota.acquire("a", 2)

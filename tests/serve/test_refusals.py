@@ -44,7 +44,8 @@ def error_code(response: httpx.Response, status: int) -> str:
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     error = response.json()["error"]
-    assert set(error) == {"code", "message"}
+    assert set(error) == {"code", "message", "request_id"}
+    assert error["request_id"] == response.headers["x-request-id"]
     assert error["message"].endswith(".")
     assert not SECRETS.search(response.text), response.text
     assert str(ROOT) not in response.text

@@ -23,6 +23,7 @@ from vitrail.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from vitrail.evaluation.features import FeatureSpec
+    from vitrail.serve.access import AccessConfig
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -162,6 +163,68 @@ class EngineOptions:
             raise ConfigError(f"--dtype {device.dtype} is only for torch; {self.engine} has a fixed dtype.")
         if self.calibrate is not None and self.engine != "auto":
             raise ConfigError("--calibrate needs --engine auto; pass both or neither.")
+
+
+@dataclass(frozen=True)
+class AccessOptions:
+    """Who may use a server how much, and what it records."""
+
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            "--tokens",
+            metavar="FILE",
+            help="File with a line NAME: TOKEN for each token that clients may send; read again when it changes.",
+        ),
+    ] = None
+    rate_limit: Annotated[
+        str | None,
+        typer.Option(
+            "--rate-limit",
+            metavar="RATE[:BURST]",
+            help="Maximum number of images per client, such as 50/s, 600/m or 50/s:100.",
+        ),
+    ] = None
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trusted-proxy",
+            metavar="NETWORK",
+            help="Proxy whose X-Forwarded-For or Forwarded header names the client, such as 10.0.0.0/8, or unix; "
+            "repeatable.",
+        ),
+    ] = None
+    access_log: Annotated[
+        str | None,
+        typer.Option("--access-log", metavar="FILE", help="Append a JSON line per request; - for standard output."),
+    ] = None
+    otel: Annotated[
+        bool,
+        typer.Option(
+            "--otel",
+            help="Send OpenTelemetry spans; OTEL_EXPORTER_OTLP_ENDPOINT says where to, and is enough without this.",
+        ),
+    ] = False
+
+    @property
+    def log_to_stdout(self) -> bool:
+        return self.access_log == "-"
+
+    def config(self) -> AccessConfig:
+        """The server's configuration; ConfigError if something is wrong with it."""
+        from vitrail.serve.access import AccessConfig
+        from vitrail.serve.client_address import TrustedProxies
+        from vitrail.serve.rate_limit import RateLimit
+
+        config = AccessConfig(
+            tokens=self.tokens,
+            proxies=TrustedProxies.parse(self.trusted_proxy or ()),
+            rate_limit=None if self.rate_limit is None else RateLimit.parse(self.rate_limit),
+            log=self.access_log,
+            otel=self.otel,
+        )
+        config.check()
+        return config
 
 
 @dataclass(frozen=True)

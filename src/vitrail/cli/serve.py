@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +16,7 @@ import typer
 
 from vitrail.cli.console import notes_to_stderr, one_line, print_note
 from vitrail.cli.model_options import LabelFile, open_model
-from vitrail.cli.option_groups import EngineOptions, LoadOptions, with_option_groups
+from vitrail.cli.option_groups import AccessOptions, EngineOptions, LoadOptions, with_option_groups
 from vitrail.errors import ConfigError
 from vitrail.runtime.cores import usable_cores
 
@@ -70,6 +72,7 @@ def serve(
     ] = 4.0,
     labels: LabelFile = None,
     loading: LoadOptions = LoadOptions(),
+    access: AccessOptions = AccessOptions(),  # noqa: B008
 ) -> None:
     """Serve a model over HTTP: predictions, features, explanations, and the explorer page."""
     if source is not None and model is not None:
@@ -91,17 +94,19 @@ def serve(
         cores=cores,
         token=None if token is None else read_token(token),
         hosts=tuple(allow_host or ()) if allow_host or on_loopback else None,
+        access=access.config(),
     )
     sock = server.bind_socket(host, port)
-    if token is None and not on_loopback:
+    if token is None and access.tokens is None and not on_loopback:
         print_note(
             f"everyone who can reach {host} can use this server; pass --token, or put an authenticating proxy in front."
         )
     loader = partial(load_served_model, source or model, engine.engine, cores, **options)
     inside = not is_exported(source or model or "")
-    started = partial(
-        _print_started, server.url_of(sock), workers, inside, None if on_loopback else sock.getsockname()[1]
-    )
+    open_port = None if on_loopback else sock.getsockname()[1]
+    started = partial(_print_started, server.url_of(sock), workers, inside, open_port)
+    if access.log_to_stdout:
+        started = partial(_on_stderr, started)
     supervisor.serve(loader, sock, config, workers, started, _print_stopping)
 
 
@@ -158,6 +163,12 @@ def _print_started(where: str, workers: int, inside: bool, open_port: int | None
     sys.stdout.flush()
 
 
+def _on_stderr(print_: Callable[..., None], *words: str) -> None:
+    """Print to stderr what is usually printed to stdout, which has the access log."""
+    with contextlib.redirect_stdout(sys.stderr):
+        print_(*words)
+
+
 def _print_stopping() -> None:
     typer.echo("stopping: finishing open requests; press Ctrl-C again to stop immediately", err=True)
 
@@ -178,10 +189,13 @@ def _import_server() -> tuple[Any, Any]:
 
 
 def _log_to_stderr() -> None:
-    """Log warnings and errors, with tracebacks, to stderr."""
+    """Log warnings and errors, with tracebacks and the ids of requests, to stderr."""
+    from vitrail.serve.request_record import RequestIdFilter
+
     logger = logging.getLogger("vitrail.serve")
     if not logger.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s%(request)s"))
+        handler.addFilter(RequestIdFilter())
         logger.addHandler(handler)
         logger.propagate = False

@@ -13,6 +13,11 @@ weighted_semaphore.py  limit on the pixels being decoded at a time
 limits.py              limits on a request, batching and threads
 served_model.py        the engine, and the network it was made from
 responses.py           outputs -> JSON;   explain_requests.py: explanations -> JSON;   streaming.py: JSON lines
-http_errors.py         error responses;   security.py: token, host and origin checks, security headers
+http_errors.py         error responses;   security.py: host and origin checks, security headers
+access.py              who may use the server how much, and what is recorded: the following seven
+token_store.py         tokens with names;   client_address.py: clients behind proxies
+rate_limit.py          token buckets that all workers share
+request_record.py      id, client and stages of a request;   access_log.py: a JSON line for each
+trace_context.py       the caller's trace;   spans.py: OpenTelemetry
 prometheus_metrics.py  metrics;   static_files.py: the files of web/
 """

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from vitrail import __version__
 from vitrail.errors import ModelError, VitrailError
 from vitrail.serve import schema, static_files
+from vitrail.serve.access import Access, AccessConfig
 from vitrail.serve.batching import Batcher, OutputName, ProgressCallback, deadline_error
 from vitrail.serve.explain_requests import Explainer, ExplainRequest, encode_positions
 from vitrail.serve.http_errors import DEFAULT_CODES, ClientDisconnected, RequestError, public_message
@@ -36,6 +37,9 @@ DISCARD_BODY_S = 1.0
 
 MAX_REFUSAL_DELAY_S, MIN_REFUSAL_DELAY_S, REFUSED_BYTES_PER_S = 1.0, 0.1, 8e6
 """Delay of an error response to a request with a body: maximum and minimum seconds, and bytes per second of delay."""
+
+NO_FRAMEWORK_SPANS = dict.fromkeys(("tracing", "metrics", "logs", "operation_spans", "auto_configure"), False)
+"""Recent versions of FastAPI can send spans of their own, with query strings and tracebacks; spans.py makes ours."""
 
 JSONObject = dict[str, Any]
 
@@ -140,7 +144,7 @@ class Service:
         handler: Callable[[Call, Any], Awaitable[JSONObject]],
     ) -> Response:
         """Common part of all POST routes: deadline, quotas, body, parameters, disconnects."""
-        start = time.monotonic()
+        start, request.state.model = time.monotonic(), self.served.name
         deadline, lease = read_deadline(request, start), Lease(self.body_bytes, client_key(request.scope))
         try:
             body = await self._read_body(request, deadline, lease)
@@ -252,18 +256,21 @@ def create_app(
     batching: BatchingConfig | None = None,
     token: str | None = None,
     hosts: Sequence[str] | None = None,
+    access_config: AccessConfig | None = None,
 ) -> FastAPI:
     """The service as an ASGI app; its `Service` is `app.state.service`.
 
     hosts: accepted host names besides loopback; None: all.
     """
     service = Service(served, limits or Limits(), batching or BatchingConfig())
+    access = Access(access_config or AccessConfig(), token, service.metrics.registry)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.batcher.start()
         yield
         await service.batcher.stop()
+        await asyncio.to_thread(access.close)
 
     app = FastAPI(
         title="vitrail",
@@ -274,12 +281,15 @@ def create_app(
         redoc_url=None,
         lifespan=lifespan,
         redirect_slashes=False,
+        telemetry=NO_FRAMEWORK_SPANS,
     )
-    app.state.service = service
-    _add_routes(app, service, token is not None, hosts is not None)
+    app.state.service, app.state.access = service, access
+    _add_routes(app, service, bool(access.tokens), hosts is not None)
     for error_type in (RequestError, HTTPException):
         app.add_exception_handler(error_type, partial(_error_response, service.metrics))
-    app.add_middleware(SecurityMiddleware, metrics=service.metrics, token=token, hosts=hosts, routes=app.router.routes)
+    app.add_middleware(
+        SecurityMiddleware, metrics=service.metrics, access=access, hosts=hosts, routes=app.router.routes
+    )
     default_openapi = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -30,6 +30,7 @@ from vitrail.serve.image_decoder import ImageDecoder
 from vitrail.serve.limits import BatchingConfig
 from vitrail.serve.prometheus_metrics import Metrics
 from vitrail.serve.quota import Lease, Quota
+from vitrail.serve.request_record import current_record, join_ids
 from vitrail.serve.served_model import ServedModel
 
 Pixels = npt.NDArray[Any]
@@ -65,7 +66,7 @@ class PendingRequest:
     ) -> None:
         """prepare: applied to the pixels of each image; steps: creates the steps of an explanation, if it is one."""
         self.client, self.deadline, self.output = client, deadline, output
-        self.prepare, self.steps = prepare, steps
+        self.prepare, self.steps, self.record = prepare, steps, current_record()
         self.count = len(images)
         self.future: asyncio.Future[Any] | None = future
         """Future of the event loop with the outputs; None after the request has ended."""
@@ -76,8 +77,6 @@ class PendingRequest:
         self.progress: ProgressCallback | None = None
         self.large_image_lease: Lease | None = None
         """What the request holds of the quota for large images."""
-        self.engine_seconds = 0.0
-        """Time spent in the engine thread, for explanations."""
         self.abandoned = False
         """Whether the client no longer waits for it."""
 
@@ -197,6 +196,7 @@ class Batcher:
 
     async def _process(self, pending: PendingRequest, disconnected: asyncio.Future[Any] | None) -> Any:
         self.image_quota.acquire(pending.client, pending.count, self._seconds_for)
+        pending.record.count_images(pending.count)
         self.metrics.queued_images.set(self.image_quota.used)
         try:
             self._submit(pending)
@@ -341,7 +341,8 @@ class Batcher:
             pixels = np.stack([item[2] for item in batch])
             rows = self.served.outputs(pixels, batch[0][0].output)
         except Exception as error:
-            log.exception("the engine failed on a batch of %d images", len(batch))
+            ids = join_ids(pending.record for pending, _, _ in batch)
+            log.exception("the engine failed on a batch of %d images of requests %s", len(batch), ids)
             self._call_on_loop(_fail_all, [pending for pending, _, _ in batch], error)
             return
         finally:
@@ -352,12 +353,12 @@ class Batcher:
                 self._changed.notify_all()
         self.metrics.engine_seconds.observe(took)
         self.metrics.batch_size.observe(len(batch))
-        self.images_per_second += 0.1 * (
-            parallel * len(batch) / max(took, 1e-6) - self.images_per_second
-        )  # not engine_threads: a single batch may use all cores
-        self._call_on_loop(
-            self._deliver, [(pending, index, row) for (pending, index, _), row in zip(batch, rows, strict=True)]
-        )
+        for pending, index, _ in batch:
+            pending.record.ran_batch(index, start, start + took, len(batch))
+        rate = parallel * len(batch) / max(took, 1e-6)  # not engine_threads: a single batch may use all cores
+        self.images_per_second += 0.1 * (rate - self.images_per_second)
+        results = [(pending, index, row) for (pending, index, _), row in zip(batch, rows, strict=True)]
+        self._call_on_loop(self._deliver, results)
 
     def _run_explain_step(self, pending: PendingRequest) -> None:
         """Run one step of an explanation and queue it again unless it is finished."""
@@ -376,14 +377,14 @@ class Batcher:
         try:
             partial = next(steps)
         except StopIteration as end:
-            pending.engine_seconds += time.perf_counter() - start
-            self.explain_seconds += 0.2 * (pending.engine_seconds - self.explain_seconds)
+            pending.record.ran_step(start)
+            self.explain_seconds += 0.2 * (pending.record.engine_seconds - self.explain_seconds)
             self._call_on_loop(self._deliver, [(pending, 0, end.value)])
             return False
         except Exception as error:
             self._call_on_loop(_fail, pending, error)
             return False
-        pending.engine_seconds += time.perf_counter() - start
+        pending.record.ran_step(start)
         if partial is not None:
             self._call_on_loop(_report_progress, pending, partial)
         return True

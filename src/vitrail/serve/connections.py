@@ -16,9 +16,12 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from vitrail.serve.access import Access
+from vitrail.serve.client_address import address_key
 from vitrail.serve.http_errors import RequestError
 from vitrail.serve.limits import Limits
-from vitrail.serve.quota import client_key, default_client_limit
+from vitrail.serve.quota import default_client_limit
+from vitrail.serve.request_record import choose_request_id
 
 MAX_HEADER_BYTES = 64 * 2**10
 """Size of the request headers; the httptools protocol of uvicorn has no limit."""
@@ -40,6 +43,8 @@ class LimitedProtocol(asyncio.Protocol):
     transport: asyncio.Transport
 
     limits = Limits()
+    access: Access | None = None
+    """Knows the trusted proxies, and writes the access log."""
     client_key = ""
     """Identifies the client for the limit per client."""
     received_data = False
@@ -55,20 +60,26 @@ class LimitedProtocol(asyncio.Protocol):
     _unread_bytes = 0
 
     @property
+    def host(self) -> str:
+        """Address of the other end; empty for a Unix socket."""
+        return (self.client or ("",))[0]
+
+    @property
     def idle(self) -> bool:
         """Whether no request is in progress."""
         return self.cycle is None or bool(self.cycle.response_complete)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            own = transport.get_extra_info("socket")
+        own = transport.get_extra_info("socket")
+        if hasattr(socket, "TCP_NOTSENT_LOWAT") and own.family in (socket.AF_INET, socket.AF_INET6):
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
         self._start_header_timer()
-        self.client_key = client_key({"client": self.client})
+        self.client_key = address_key(self.host)
         max_connections, client_limit = self.limits.max_connections, default_client_limit(self.limits.max_connections)
         same_client = [connection for connection in self.connections if connection.client_key == self.client_key]
-        if len(same_client) > client_limit:  # independent of other clients
+        behind_proxy = self.access is not None and self.access.config.proxies.trusts(self.host)
+        if len(same_client) > client_limit and not behind_proxy:  # independent of other clients
             what = (
                 f"{len(same_client) - 1:,} connections are open for your address, at most {client_limit:,} are allowed"
             )
@@ -193,10 +204,13 @@ class LimitedProtocol(asyncio.Protocol):
 
     def _refuse(self, problem: RequestError) -> None:
         """Write an error response directly to the transport, because there is no request for the app."""
-        body = problem.body()
+        request_id = choose_request_id(())
+        body = problem.body(request_id)
         lines = [f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}", "content-type: application/json"]
         lines += [f"{name.lower()}: {value}" for name, value in problem.headers.items()]
-        lines += [f"content-length: {len(body)}", "connection: close", "", ""]
+        lines += [f"x-request-id: {request_id}", f"content-length: {len(body)}", "connection: close", "", ""]
+        if self.access is not None:
+            self.access.refused(self.host, request_id, problem.status, problem.code)
         self.transport.write("\r\n".join(lines).encode() + body)
 
 
@@ -204,6 +218,6 @@ def _headers_too_large() -> RequestError:
     return RequestError(431, "headers_too_large", f"the headers have more than {MAX_HEADER_BYTES:,} bytes.")
 
 
-def limited_protocol(limits: Limits) -> type[Any]:
+def limited_protocol(limits: Limits, access: Access | None = None) -> type[Any]:
     """Protocol class with these limits, for uvicorn's `http` option."""
-    return type("Protocol", (LimitedProtocol, AutoHTTPProtocol), {"limits": limits})
+    return type("Protocol", (LimitedProtocol, AutoHTTPProtocol), {"limits": limits, "access": access})

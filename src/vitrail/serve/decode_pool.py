@@ -7,6 +7,7 @@ request whose images are too expensive together is rejected as a whole.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from vitrail.serve.http_errors import RequestError
 from vitrail.serve.image_decoder import ImageDecoder, InspectedImage
 from vitrail.serve.prometheus_metrics import Metrics
 from vitrail.serve.quota import Lease, Quota
+from vitrail.serve.request_record import RequestRecord
 from vitrail.serve.weighted_semaphore import WeightedSemaphore
 
 Pixels = npt.NDArray[Any]
@@ -37,6 +39,7 @@ class DecodeRequest(Protocol):
     payloads: list[Any]
     large_image_lease: Lease | None
     """What the request holds of the quota for large images; released when the request ends."""
+    record: RequestRecord
 
     def expired(self) -> bool: ...
 
@@ -181,8 +184,11 @@ class DecodePool:
         try:
             if inspected is None or request.expired():
                 return None, None
+            start = time.perf_counter()
             with self.metrics.decode_seconds.time():
-                return decode(inspected), None
+                pixels = decode(inspected)
+            request.record.decoded(index, start)
+            return pixels, None
         except Exception as error:
             return None, error.for_image(index, request.count) if isinstance(error, RequestError) else error
 

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi.responses import Response
 
 from vitrail.errors import VitrailError
+from vitrail.serve.request_record import current_record
 
 DEFAULT_CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
 """Codes of the errors that the router raises itself."""
@@ -39,8 +40,12 @@ class RequestError(Exception):
             self.message = f"image {number + 1} of {count}: {self.message}"
         return self
 
-    def body(self) -> bytes:
-        return json.dumps({"error": {"code": self.code, "message": self.message}}).encode()
+    def body(self, request_id: str = "") -> bytes:
+        """The error as JSON, with the id of the current request, whose record receives the code."""
+        record = current_record()
+        record.error, request_id = self.code, request_id or record.id
+        identified = {"request_id": request_id} if request_id else {}
+        return json.dumps({"error": {"code": self.code, "message": self.message, **identified}}).encode()
 
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, media_type="application/json")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from vitrail.serve.client_address import address_key
 from vitrail.serve.http_errors import RequestError
 
 
@@ -38,7 +38,8 @@ class Quota:
         if self.used + amount > self.total:
             raise self._refusal(503, "queue_full", f"{self.used:,} {self.description}", seconds(self.used))
         if own + amount > self.client_limit:
-            message = f"{own:,} {self.description} for your address, at most {self.client_limit:,} are allowed"
+            whose = "this token" if client.startswith("token ") else "your address"
+            message = f"{own:,} {self.description} for {whose}, at most {self.client_limit:,} are allowed"
             raise self._refusal(429, "too_many_requests", message, seconds(own))
 
     def acquire(self, client: str, amount: int, seconds: Callable[[int], float] = lambda taken: 1.0) -> None:
@@ -85,14 +86,6 @@ def default_client_limit(total: int) -> int:
 
 
 def client_key(scope: dict[str, Any]) -> str:
-    """Identifies a client by its IPv4 address or its IPv6 /64 network."""
-    host = (scope.get("client") or ("",))[0]
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:  # a Unix socket
-        return str(host)
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.IPv6Network((address, 64), strict=False))
+    """Identifies a client: by its token if that has a name (access.py), otherwise by its address."""
+    known = scope.get("state", {}).get("client")
+    return str(known) if known is not None else address_key((scope.get("client") or ("",))[0] or "")

@@ -193,6 +193,7 @@ class ReadyResponse(BaseModel):
 class ErrorDetail(BaseModel):
     code: str = Field(examples=["image_unreadable"])
     message: str = Field(examples=["the image is empty (0 bytes)."])
+    request_id: str = Field(examples=["5f1f8a0f6f6f4e0c9f0e6d5c4b3a2918"])
 
 
 class ErrorResponse(BaseModel):

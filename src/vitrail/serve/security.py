@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,10 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitrail.errors import ConfigError
+from vitrail.serve.access import Access
 from vitrail.serve.http_errors import RequestError
 from vitrail.serve.prometheus_metrics import Metrics
+from vitrail.serve.request_record import RequestRecord, current
 
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -37,6 +37,8 @@ PUBLIC_PREFIXES = ("/static/", "/samples/")
 TOKEN_PATTERN = re.compile(r"[\x21-\x7e]+")
 LOOPBACK_HOST = re.compile(r"localhost|127(\.\d{1,3}){3}|\[::1\]")
 """Host names of loopback, which DNS rebinding cannot use."""
+CLIENT_CLOSED = 499
+"""Status in the log of a request whose client disconnected before the response."""
 PORT = re.compile(r":\d*$")
 DEFAULT_PORT = re.compile(r":(80|443)$")
 
@@ -44,7 +46,7 @@ log = logging.getLogger("vitrail.serve")
 
 
 class SecurityMiddleware:
-    """ASGI middleware: checks host, origin and token, adds security headers, counts requests, handles all errors.
+    """ASGI middleware: checks access and rate limits, adds headers, counts and logs requests, handles errors.
 
     It turns HEAD into GET; the server does not send the body of the response.
     """
@@ -53,35 +55,44 @@ class SecurityMiddleware:
         self,
         app: ASGIApp,
         metrics: Metrics,
-        token: str | None = None,
+        access: Access,
         hosts: Sequence[str] | None = None,
         routes: Sequence[BaseRoute] = (),
     ) -> None:
         """hosts: accepted host names besides loopback; None: all."""
-        self.app, self.metrics, self.routes = app, metrics, routes
-        self.token = None if token is None else token.encode()
+        self.app, self.metrics, self.access, self.routes = app, metrics, access, routes
         self.hosts = None if hosts is None else {name.lower() for name in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        start, status = time.perf_counter(), 0
-        if scope["method"] == "HEAD":
+        status, method = 0, scope["method"]
+        if method == "HEAD":
             scope = {**scope, "method": "GET"}
+        record = self.access.start(scope)
+        context = current.set(record)
+
+        async def counting_receive() -> Message:
+            message = await receive()
+            record.bytes_in += len(message.get("body", b""))
+            return message
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *RAW_SECURITY_HEADERS]
+                message["headers"] = [*message.get("headers", ()), *RAW_SECURITY_HEADERS, *record.headers]
+            elif method != "HEAD":
+                record.bytes_out += len(message.get("body", b""))
             await send(message)
 
         try:
             self.check_host(scope)
             self.check_origin(scope)
-            self.check_token(scope)
-            await self.app(scope, receive, send_with_headers)
+            await self.check_token(scope, record)
+            await self.access.limit(scope["method"], record)
+            await self.app(scope, counting_receive, send_with_headers)
         except Exception as error:
             if status:
                 raise
@@ -89,20 +100,19 @@ class SecurityMiddleware:
         finally:
             route = _route_path(scope, self.routes)
             self.metrics.requests.labels(route, str(status)).inc()
-            self.metrics.request_seconds.labels(route).observe(time.perf_counter() - start)
+            self.metrics.request_seconds.labels(route).observe(record.seconds)
+            self.access.finish(record, scope, method, route, status or CLIENT_CLOSED)
+            current.reset(context)
 
-    def check_token(self, scope: Scope) -> None:
+    async def check_token(self, scope: Scope, record: RequestRecord) -> None:
         """Raise RequestError unless the token is correct or not needed."""
-        if self.token is None or scope["path"] in PUBLIC_PATHS or scope["path"].startswith(PUBLIC_PREFIXES):
+        if not self.access.tokens or scope["path"] in PUBLIC_PATHS or scope["path"].startswith(PUBLIC_PREFIXES):
             return
         scheme, _, given = next(iter(_header_values(scope, b"authorization")), b"").partition(b" ")
         given = given.strip()
         if scheme.lower() != b"bearer" or not given:
-            message = "a token is required; send Authorization: Bearer TOKEN."
-            raise RequestError(401, "missing_token", message, {"WWW-Authenticate": "Bearer"})
-        if not hmac.compare_digest(given, self.token):
-            message = "the token is wrong; use the token that the server was started with."
-            raise RequestError(401, "invalid_token", message, {"WWW-Authenticate": 'Bearer error="invalid_token"'})
+            self.access.reject_missing()
+        await self.access.authenticate(given, record, scope)
 
     def check_host(self, scope: Scope) -> None:
         """Raise RequestError unless there is exactly one Host header (RFC 9112) with an accepted name.

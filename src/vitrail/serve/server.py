@@ -26,6 +26,7 @@ import uvicorn
 
 from vitrail.errors import ConfigError
 from vitrail.runtime.cores import usable_cores
+from vitrail.serve.access import AccessConfig
 from vitrail.serve.connections import limited_protocol
 from vitrail.serve.limits import Limits, divide_cores
 from vitrail.serve.served_model import ServedModel
@@ -63,6 +64,7 @@ class ServerConfig:
     token: str | None = None
     hosts: tuple[str, ...] | None = None
     """Accepted host names besides loopback; None: all."""
+    access: AccessConfig = field(default_factory=AccessConfig)
     drain_delay: float = 0.5
     """Seconds between /readyz returning 503 and closing the socket."""
     shutdown_timeout: int = 30
@@ -222,7 +224,7 @@ def serve_in_process(
     served = loader()
     limits, backlog = fit_open_files(settings.limits)
     work = divide_cores(settings.cores, served.parallel_batches, **settings.batching)
-    app = create_app(served, limits, work, settings.token, settings.hosts)
+    app = create_app(served, limits, work, settings.token, settings.hosts, settings.access)
 
     def report_started() -> None:
         started(
@@ -241,7 +243,7 @@ def uvicorn_config(app: Any, **options: Any) -> uvicorn.Config:
     """uvicorn's configuration: little logging, no server header, our protocol limits."""
     return uvicorn.Config(
         app,
-        http=limited_protocol(app.state.service.limits),
+        http=limited_protocol(app.state.service.limits, app.state.access),
         lifespan="on",
         ws="none",
         access_log=False,
