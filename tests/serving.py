@@ -66,14 +66,14 @@ def run_server(
     access: AccessConfig | None = None,
 ) -> Iterator[tuple[httpx.Client, Service]]:
     """Run a server in a thread; yields a client and its `Service`."""
-    app = create_app(served_model, limits, batching, token, hosts, access)
+    app = create_app(served_model, limits, batching, token, hosts, access_config=access)
     server = uvicorn.Server(uvicorn_config(app, port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         wait_until(lambda: server.started or not thread.is_alive())
         port = server.servers[0].sockets[0].getsockname()[1]
-        wait_until(lambda: app.state.service.batcher.ready)
+        wait_until(lambda: app.state.service.default.batcher.ready)
         if isinstance(served_model.engine, BlockingEngine):
             served_model.engine.batches.clear()
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
@@ -97,7 +97,7 @@ class BusyServer:
 
     def __init__(self, client: httpx.Client, service: Service, pool: ThreadPoolExecutor) -> None:
         self.client, self.service, self.pool = client, service, pool
-        self.engine: BlockingEngine = service.served.engine  # type: ignore[assignment]
+        self.engine: BlockingEngine = service.default.served.engine  # type: ignore[assignment]
         self.engine.go.clear()
         self.first = self.send(0)
         wait_until(lambda: self.engine.batches == [1])
@@ -107,7 +107,7 @@ class BusyServer:
 
     def wait_until_queued(self, count: int) -> None:
         """Wait until `count` images are decoded and queued."""
-        wait_until(lambda: len(self.service.batcher._image_queue) == count)
+        wait_until(lambda: len(self.service.default.batcher._image_queue) == count)
 
 
 def wait_until(condition: Any, seconds: float = 20) -> None:

@@ -85,6 +85,7 @@ PROSE = [
     "docs/benchmarks.md",
     "docs/log.md",
     "docs/operations.md",
+    "docs/protocols.md",
     "docs/reproduce.md",
     "docs/reproducibility.md",
     "docs/serving.md",

@@ -22,14 +22,19 @@ class Prediction:
 def top_predictions(logits: Tensor, info: ModelInfo, top: int = 5) -> list[list[Prediction]]:
     """B num_classes -> the best classes of each image; all scores sum to 1 unless the model is multi-label."""
     check_top(top)
-    logits = logits.cpu().double()
-    probabilities = logits.sigmoid() if info.multi_label else logits.softmax(-1)
-    top = min(top, logits.shape[-1])
+    probabilities = class_probabilities(logits, info)
+    top = min(top, probabilities.shape[-1])
     scores, indices = (x[:, :top].tolist() for x in probabilities.sort(descending=True, stable=True))
     return [
         [Prediction(class_label(info, i), s, i) for s, i in zip(row_scores, row, strict=True)]
         for row_scores, row in zip(scores, indices, strict=True)
     ]
+
+
+def class_probabilities(logits: Tensor, info: ModelInfo) -> Tensor:
+    """B num_classes logits -> probabilities, float64; a row sums to 1 unless the model is multi-label."""
+    logits = logits.cpu().double()
+    return logits.sigmoid() if info.multi_label else logits.softmax(-1)
 
 
 def check_top(top: int) -> None:

@@ -69,6 +69,7 @@ def test_a_line_says_who_asked_for_what_and_how_long_it_took(client: httpx.Clien
         "bytes_out": len(response.content),
         "images": 3,
         "model": "small",
+        "version": "1",
         "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736",
     }
 

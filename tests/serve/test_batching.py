@@ -46,15 +46,15 @@ def test_a_single_request_is_not_delayed(vit: vitrail.Model) -> None:
 
 def test_a_batch_waits_for_images_being_decoded(vit: vitrail.Model) -> None:
     with run_server(served(vit), batching=replace(QUICK, batch_delay=1.0)) as (client, service):
-        decode, batches = service.image_decoder.decode, service.served.engine.batches  # type: ignore[attr-defined]
+        decode, batches = service.default.image_decoder.decode, service.default.served.engine.batches  # type: ignore[attr-defined]
 
         def decode_second(inspected: InspectedImage) -> Any:
             if inspected.data == photo(0):  # decoded after the other image
-                wait_until(lambda: service.batcher._image_queue or batches)
+                wait_until(lambda: service.default.batcher._image_queue or batches)
                 time.sleep(0.1)
             return decode(inspected)
 
-        service.image_decoder.decode = decode_second  # type: ignore[method-assign]
+        service.default.image_decoder.decode = decode_second  # type: ignore[method-assign]
         client.post("/v1/predict", files=[("images", photo(0)), ("images", photo(1))])
         assert batches == [2]
 
@@ -80,7 +80,7 @@ def test_a_request_that_exceeds_the_queue_is_rejected_as_a_whole(vit: vitrail.Mo
         refused = client.post("/v1/predict", files=[("images", photo(i)) for i in range(3)])
         assert refused.status_code == 503
         assert client.post("/v1/predict", content=b"bad", headers=JPEG).status_code == 400
-        assert service.batcher.image_quota.used == 1
+        assert service.default.batcher.image_quota.used == 1
 
 
 def test_the_bytes_of_queued_bodies_are_limited(vit: vitrail.Model, request_pool: Any) -> None:
@@ -162,7 +162,7 @@ def test_an_image_past_its_deadline_does_not_reach_the_engine(vit: vitrail.Model
         assert expired.status_code == 504
         assert expired.json()["error"]["code"] == "deadline_exceeded"
         assert 0.1 < time.monotonic() - start < 5
-        assert service.batcher.image_quota.used == 1
+        assert service.default.batcher.image_quota.used == 1
         busy.engine.go.set()
         assert busy.first.result().status_code == 200
         assert busy.send(2, **{"x-deadline-ms": "20000"}).result().status_code == 200
@@ -177,7 +177,7 @@ def test_the_work_of_a_client_that_disconnects_is_dropped(vit: vitrail.Model, re
             head = b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n"
             raw.sendall(head % len(data) + data)
             busy.wait_until_queued(1)
-        wait_until(lambda: service.batcher.image_quota.used == 1)
+        wait_until(lambda: service.default.batcher.image_quota.used == 1)
         busy.engine.go.set()
         assert busy.first.result().status_code == 200
         assert busy.send(2).result().status_code == 200
@@ -203,8 +203,8 @@ class Decoders:
     """Blocks decoding, and records the images to decode."""
 
     def __init__(self, service: Service) -> None:
-        self.seen, self.go, self.original = [], threading.Event(), service.image_decoder.decode
-        service.image_decoder.decode = self.decode  # type: ignore[method-assign]
+        self.seen, self.go, self.original = [], threading.Event(), service.default.image_decoder.decode
+        service.default.image_decoder.decode = self.decode  # type: ignore[method-assign]
 
     def decode(self, inspected: InspectedImage) -> Any:
         self.seen.append(len(inspected.data))
@@ -232,9 +232,9 @@ def test_memory_of_disconnected_clients_is_freed_while_decoders_are_busy(
         for number in range(40):
             with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:
                 raw.sendall(head % (path.encode(), len(data)) + data)
-                wait_until(lambda: service.batcher.image_quota.used == 2)
+                wait_until(lambda: service.default.batcher.image_quota.used == 2)
             wait_until(lambda n=number: service.metrics.disconnects._value.get() == n + 1)
-            assert (service.batcher.image_quota.used, service.batcher.explain_quota.used) == (1, 0)
+            assert (service.default.batcher.image_quota.used, service.default.batcher.explain_quota.used) == (1, 0)
         assert memory() - before < 60_000_000  # the clients sent 160 MB
         decoders.go.set()
         assert first.result().status_code == 200
@@ -247,8 +247,8 @@ def test_pixels_of_a_disconnected_client_are_dropped(vit: vitrail.Model, request
         busy = BusyServer(client, service, request_pool)
         expired = busy.send(1, **{"x-deadline-ms": "500"})
         busy.wait_until_queued(1)
-        (((_, _, (ticket, number)),),) = service.batcher._image_queue._clients.values()
-        assert ticket.payloads[number].shape == service.served.input_shape
+        (((_, _, (ticket, number)),),) = service.default.batcher._image_queue._clients.values()
+        assert ticket.payloads[number].shape == service.default.served.input_shape
         assert expired.result().status_code == 504
         wait_until(lambda: ticket.payloads == [None])
         assert ticket.future is None
@@ -259,22 +259,22 @@ def test_pixels_of_a_disconnected_client_are_dropped(vit: vitrail.Model, request
 def test_the_number_of_explanations_is_limited_including_queued_ones(vit: vitrail.Model, request_pool: Any) -> None:
     with run_server(served(vit), batching=replace(QUICK, max_explanations=2, decode_threads=1)) as (client, service):
         decoders = Decoders(service)
-        service.batcher.explain_seconds = 6.0
+        service.default.batcher.explain_seconds = 6.0
         explanations = [
             request_pool.submit(client.post, "/v1/explain", content=photo(), headers=JPEG) for _ in range(2)
         ]
-        wait_until(lambda: service.batcher.explain_quota.used == 2)
-        assert len(service.batcher._explain_queue) == 0  # none is decoded yet
+        wait_until(lambda: service.default.batcher.explain_quota.used == 2)
+        assert len(service.default.batcher._explain_queue) == 0  # none is decoded yet
         refused = client.post("/v1/explain", content=photo(), headers=JPEG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
         assert refused.headers["retry-after"] == "12"  # two of six seconds each, in sequence
         assert "2 explanations" in refused.json()["error"]["message"]
         prediction = request_pool.submit(client.post, "/v1/predict", content=photo(), headers=JPEG)
-        wait_until(lambda: service.batcher.image_quota.used == 3)  # these fit into the queue
+        wait_until(lambda: service.default.batcher.image_quota.used == 3)  # these fit into the queue
         decoders.go.set()
         assert {response.result().status_code for response in (*explanations, prediction)} == {200}
-        assert service.batcher.explain_quota.used == 0
-        assert service.batcher.explain_seconds < 6  # these were faster
+        assert service.default.batcher.explain_quota.used == 0
+        assert service.default.batcher.explain_seconds < 6  # these were faster
         assert client.post("/v1/explain", content=photo(), headers=JPEG).status_code == 200
 
 
@@ -295,13 +295,13 @@ def test_explanations_and_predictions_take_turns(vit: vitrail.Model, request_poo
     with run_server(served(vit), batching=replace(QUICK, batch_size=1)) as (client, service):
         busy = BusyServer(client, service, request_pool)
         order: list[str] = []
-        step, run = service.batcher._run_explain_step, service.batcher._run_batch
-        service.batcher._run_explain_step = lambda *a: (order.append("look"), step(*a))[1]  # type: ignore[method-assign]
-        service.batcher._run_batch = lambda group: (order.append("batch"), run(group))[1]  # type: ignore[method-assign]
+        step, run = service.default.batcher._run_explain_step, service.default.batcher._run_batch
+        service.default.batcher._run_explain_step = lambda *a: (order.append("look"), step(*a))[1]  # type: ignore[method-assign]
+        service.default.batcher._run_batch = lambda group: (order.append("batch"), run(group))[1]  # type: ignore[method-assign]
         explanation = busy.send(1, "explain")
         others = [busy.send(i) for i in range(4)]
         busy.wait_until_queued(4)
-        wait_until(lambda: len(service.batcher._explain_queue) == 1)
+        wait_until(lambda: len(service.default.batcher._explain_queue) == 1)
         busy.engine.go.set()
         assert explanation.result().status_code == 200
         assert all(a.result().status_code == 200 for a in others)
@@ -321,7 +321,7 @@ def test_features_and_logits_are_computed_in_separate_batches(vit: vitrail.Model
 
 def test_an_engine_error_is_a_500_without_details_and_the_server_continues(vit: vitrail.Model) -> None:
     with run_server(served(vit)) as (client, service):
-        engine: Any = service.served.engine
+        engine: Any = service.default.served.engine
         logits = engine.logits
 
         def fail(pixels: Any) -> Any:
@@ -362,20 +362,19 @@ def test_an_error_before_the_queue_is_a_500_and_the_server_still_stops(
     with run_server(served(vit)) as (client, service):
         with monkeypatch.context() as patched:
             parts = {
-                "submit": (service.batcher.decode_pool, "submit"),
-                "metrics": (service.metrics.decode_seconds, "observe"),
+                "submit": (service.default.batcher.decode_pool, "submit"),
+                "metrics": (service.default.metrics.decode_seconds, "observe"),
             }
-            patched.setattr(*parts.get(failing_part, (service.image_decoder, "decode")), fail)
+            patched.setattr(*parts.get(failing_part, (service.default.image_decoder, "decode")), fail)
             assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 500
-        assert service.batcher._decoding == 0
-        assert service.batcher.image_quota.used == 0
+        assert service.default.batcher._decoding == 0
+        assert service.default.batcher.image_quota.used == 0
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
 
 
 def test_throughput_counts_batches_that_run_in_parallel(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     served_model, clock = served(vit), [0.0]
-    service = Service(served_model, Limits(), QUICK)
-    batcher = batching.Batcher(served_model, service.image_decoder, replace(QUICK, engine_threads=4), service.metrics)
+    batcher = Service(Limits(), QUICK).create_version(served_model, replace(QUICK, engine_threads=4)).batcher
     batcher._call_on_loop = lambda *_: None  # type: ignore[method-assign]
     monkeypatch.setattr(batching, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic))
     group = [(batching.PendingRequest(None, [b""]), 0, np.zeros(served_model.input_shape, np.uint8))] * 2  # type: ignore[arg-type]
@@ -396,9 +395,9 @@ def test_throughput_counts_batches_that_run_in_parallel(vit: vitrail.Model, monk
 def test_readyz_is_503_before_the_warm_up_and_while_draining(vit: vitrail.Model) -> None:
     with run_server(served(vit)) as (client, service):
         assert client.get("/readyz").json() == {"status": "ready"}
-        service.batcher.ready = False
+        service.default.batcher.ready = False
         assert client.get("/readyz").status_code == 503
-        service.batcher.ready = True
+        service.default.batcher.ready = True
         service.draining = True
         refused = client.get("/readyz")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import vitrail
-from vitrail.serve import batching
-from vitrail.serve.batching import choose_batch_size
+from vitrail.serve import batch_size
+from vitrail.serve.batch_size import choose_batch_size
 from vitrail.serve.served_model import ServedModel
 
 
@@ -37,7 +37,7 @@ class FakeEngine:
             "monotonic": lambda: self.wall_time,
             "thread_time": lambda: self.cpu_time,
         }
-        monkeypatch.setattr(batching, "time", SimpleNamespace(**clocks))
+        monkeypatch.setattr(batch_size, "time", SimpleNamespace(**clocks))
         return choose_batch_size(ServedModel(self, parallel_batches=parallel_batches), (1, 2, 4, 8, 16, 32), seconds)  # type: ignore[arg-type]
 
     def best(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 1e9, parallel_batches: bool = False) -> int:
@@ -89,6 +89,6 @@ def test_choosing_a_batch_size_has_a_time_limit(vit: vitrail.Model, monkeypatch:
     quadratic = FakeEngine(lambda size: 0.01 * size * size, vit)
     assert quadratic.best(monkeypatch) == 1
     assert (quadratic.batches.count(1), quadratic.batches.count(32)) == (
-        1 + batching.TIMING_ROUNDS,
+        1 + batch_size.TIMING_ROUNDS,
         2,
     )  # dropped as too slow

@@ -127,8 +127,8 @@ def test_clients_behind_a_trusted_proxy_have_quotas_of_their_own() -> None:
     seen: list[str] = []
     access = AccessConfig(proxies=TrustedProxies.parse(["127.0.0.1"]))
     with run_server(served(), access=access) as (client, service):
-        acquire = service.batcher.image_quota.acquire
-        service.batcher.image_quota.acquire = lambda key, *rest: (seen.append(key), acquire(key, *rest))[1]
+        acquire = service.default.batcher.image_quota.acquire
+        service.default.batcher.image_quota.acquire = lambda key, *rest: (seen.append(key), acquire(key, *rest))[1]
         for address in ("198.51.100.1", "198.51.100.2, 127.0.0.1", "2001:db8::1"):
             headers = JPEG | {"x-forwarded-for": f"6.6.6.6, {address}"}
             assert client.post("/v1/predict", content=photo(), headers=headers).status_code == 200

@@ -284,7 +284,7 @@ def test_a_connection_is_answered_503_if_all_are_busy() -> None:
         busy = [stack.enter_context(connect(client)) for _ in range(3)]
         for sock in busy:
             sock.sendall(head % len(data) + data)
-        wait_until(lambda: service.batcher.image_quota.used == 3)
+        wait_until(lambda: service.default.batcher.image_quota.used == 3)
         with connect(client, "127.0.0.2") as another:
             response_head, _, body = read_all(another).partition(b"\r\n\r\n")
         assert response_head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")

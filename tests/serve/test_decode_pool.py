@@ -277,7 +277,7 @@ class BlockingDecodeProcess:
     """Replaces the decode process; blocks each image until `go` is set."""
 
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.images, self.go, self.seen, self.dropped = service.image_decoder, threading.Event(), [], 0
+        self.images, self.go, self.seen, self.dropped = service.default.image_decoder, threading.Event(), [], 0
         monkeypatch.setattr(decode_pool.DecodePool, "_decode_in_process", self._decoded)
 
     def _decoded(self, process: Any, request: Any, inspected: InspectedImage) -> Any:
@@ -302,7 +302,7 @@ def test_a_large_image_is_answered_like_any_other(vit: vitrail.Model, large: byt
         tiff = encode(Image.effect_noise((300, 200), 90).convert("RGB"), "TIFF")
         assert len(tiff) > image_headers.MAX_OTHER_BYTES
         assert client.post("/v1/predict", files=[("images", tiff)] * 5).status_code == 200
-        assert service.batcher.decode_pool.large_pixel_quota.used == 0
+        assert service.default.batcher.decode_pool.large_pixel_quota.used == 0
 
 
 def test_small_images_do_not_wait_for_large_ones(
@@ -312,7 +312,7 @@ def test_small_images_do_not_wait_for_large_ones(
         blocking, request_pool = BlockingDecodeProcess(service, monkeypatch), senders_for(client)
         queued = [request_pool.send(large, large, large) for _ in range(3)]
         wait_until(lambda: len(blocking.seen) == QUICK.decode_threads)
-        wait_until(lambda: service.batcher.decode_pool.small_pending == 0)  # a batch does not wait for them
+        wait_until(lambda: service.default.batcher.decode_pool.small_pending == 0)  # a batch does not wait for them
         assert request_pool.send(photo()).result().status_code == 200
         blocking.go.set()
         assert {response.result().status_code for response in queued} == {200}
@@ -321,7 +321,7 @@ def test_small_images_do_not_wait_for_large_ones(
 def test_the_cost_of_a_request_is_checked_before_decoding(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     image = encode(Image.new("I;16", (50, 40)), "PNG")  # 2,000 pixels that count as 8,000
     with run_server(served(vit), Limits(max_pixels=5000)) as (client, service):
-        monkeypatch.setattr(service.image_decoder, "decode", None)
+        monkeypatch.setattr(service.default.image_decoder, "decode", None)
         response = client.post("/v1/predict", files=[("images", image)] * 3)
         assert (response.status_code, response.json()["error"]["code"]) == (413, "too_many_pixels")
         assert "24,000 pixels" in response.json()["error"]["message"]
@@ -337,7 +337,7 @@ def test_the_large_images_queued_by_one_client_are_limited(
     with run_server(served(vit), Limits(max_pixels=5_000_000)) as (client, service):
         blocking, request_pool = BlockingDecodeProcess(service, monkeypatch), senders_for(client)
         queued = [request_pool.send(*[large] * 4) for _ in range(2)]
-        quota = service.batcher.decode_pool.large_pixel_quota
+        quota = service.default.batcher.decode_pool.large_pixel_quota
         wait_until(lambda: quota.used == 40_000_000)
         refused = request_pool.send(large).result()
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
@@ -367,10 +367,10 @@ def test_one_process_is_reserved_for_other_clients(
         blocking, request_pool, jobs = (
             BlockingDecodeProcess(service, monkeypatch),
             senders_for(client),
-            service.batcher.decode_pool._large_jobs,
+            service.default.batcher.decode_pool._large_jobs,
         )
         queued = [request_pool.send(large, large) for _ in range(3)]
-        wait_until(lambda: service.batcher.decode_pool.large_pixel_quota.used == 30_000_000)
+        wait_until(lambda: service.default.batcher.decode_pool.large_pixel_quota.used == 30_000_000)
         other_request = senders_for(other).send(large)
         wait_until(lambda: jobs._busy == {"127.0.0.1": 1, "127.0.0.2": 1})
         assert len(blocking.seen) == QUICK.decode_threads == 2
@@ -391,10 +391,10 @@ def test_large_images_of_a_disconnected_client_are_dropped(
             raw.sendall(f"POST /v1/predict HTTP/1.1\r\n{head}\r\n".encode() + body)
             wait_until(lambda: len(blocking.seen) == QUICK.decode_threads)
         wait_until(lambda: blocking.dropped == QUICK.decode_threads)
-        wait_until(lambda: service.batcher._decoding == 0)
+        wait_until(lambda: service.default.batcher._decoding == 0)
         assert len(blocking.seen) == QUICK.decode_threads  # the other three were not started
-        assert service.batcher.decode_pool.large_pixel_quota.used == 0
-        assert service.batcher.image_quota.used == 0
+        assert service.default.batcher.decode_pool.large_pixel_quota.used == 0
+        assert service.default.batcher.image_quota.used == 0
 
 
 def test_the_number_of_pixels_decoded_at_once_is_limited(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:

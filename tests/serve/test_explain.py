@@ -156,9 +156,13 @@ def test_predictions_run_between_the_steps_of_an_occlusion(vit: vitrail.Model, m
         ThreadPoolExecutor(2) as pool,
     ):
         order: list[str] = []
-        step, run = service.batcher._run_explain_step, service.batcher._run_batch
-        service.batcher._run_explain_step = lambda ticket: (order.append("look"), time.sleep(0.05), step(ticket))[-1]  # type: ignore[func-returns-value, method-assign]
-        service.batcher._run_batch = lambda group: (order.append("batch"), run(group))[1]  # type: ignore[func-returns-value, method-assign]
+        step, run = service.default.batcher._run_explain_step, service.default.batcher._run_batch
+        service.default.batcher._run_explain_step = lambda ticket: (
+            order.append("look"),
+            time.sleep(0.05),
+            step(ticket),
+        )[-1]  # type: ignore[func-returns-value, method-assign]
+        service.default.batcher._run_batch = lambda group: (order.append("batch"), run(group))[1]  # type: ignore[func-returns-value, method-assign]
         request = {"params": {"methods": "occlusion"}, "content": photo(), "headers": JPEG}
         explanation = pool.submit(client.post, "/v1/explain", **request)
         wait_until(lambda: len(order) >= 6)  # two layers, the rest of the network, then the squares
@@ -393,7 +397,7 @@ def test_an_error_after_the_first_line_is_the_last_line(
         assert last["error"]["code"] == code
         assert "device" not in last["error"]["message"]
         assert f'vitrail_errors_total{{code="{code}"}} 1.0' in client.get("/metrics").text
-        assert service.batcher.explain_quota.used == 0
+        assert service.default.batcher.explain_quota.used == 0
 
 
 def test_a_disconnect_between_lines_cancels_the_work(
@@ -406,7 +410,7 @@ def test_a_disconnect_between_lines_cancels_the_work(
             "POST", "/v1/explain", params=values, content=photo(), headers=JPEG | ACCEPT_NDJSON
         ) as response:
             next(response.iter_lines())
-        wait_until(lambda: service.batcher.explain_quota.used == 0)
+        wait_until(lambda: service.default.batcher.explain_quota.used == 0)
         count = len(calls)
         assert count < 1 + 6
         time.sleep(0.3)

@@ -19,7 +19,7 @@ def test_batches_are_smaller_while_another_client_is_served(
     vit: vitrail.Model, request_pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with run_server(served(vit)) as (client, service), other_client(client) as other:
-        service.batcher.shared_batch_size = 2
+        service.default.batcher.shared_batch_size = 2
         busy = BusyServer(client, service, request_pool)
         queued = [busy.send(i) for i in range(8)]
         busy.wait_until_queued(8)
@@ -52,9 +52,9 @@ def test_clients_take_turns_with_explanations(vit: vitrail.Model, request_pool: 
 
         busy = BusyServer(client, service, request_pool)
         responses = [request_pool.submit(explain, client, "many") for _ in range(6)]
-        wait_until(lambda: len(service.batcher._explain_queue) == 6)
+        wait_until(lambda: len(service.default.batcher._explain_queue) == 6)
         responses.append(request_pool.submit(explain, other, "one"))
-        wait_until(lambda: len(service.batcher._explain_queue) == 7)
+        wait_until(lambda: len(service.default.batcher._explain_queue) == 7)
         busy.engine.go.set()
         assert {response.result() for response in responses} == {200}
         assert "one" in completed[:2]
@@ -67,24 +67,24 @@ def test_one_of_two_engine_threads_is_reserved_for_other_clients(
     batching = replace(QUICK, engine_threads=2, batch_size=2)
     with run_server(served(vit), batching=batching) as (client, service), other_client(client) as other:
         assert other.post("/v1/predict", content=photo(7), headers=JPEG).status_code == 200
-        service.served.engine.batches.clear()  # type: ignore[attr-defined]
+        service.default.served.engine.batches.clear()  # type: ignore[attr-defined]
         busy = BusyServer(client, service, request_pool)
         queued = [busy.send(i) for i in range(6)]
         busy.wait_until_queued(6)
-        assert service.batcher._batches_per_client == {"127.0.0.1": 1}
+        assert service.default.batcher._batches_per_client == {"127.0.0.1": 1}
         other_response = request_pool.submit(other.post, "/v1/predict", content=photo(8), headers=JPEG)
-        wait_until(lambda: service.batcher._batches_per_client == {"127.0.0.1": 1, "127.0.0.2": 1})
-        assert len(service.batcher._image_queue) == 6
+        wait_until(lambda: service.default.batcher._batches_per_client == {"127.0.0.1": 1, "127.0.0.2": 1})
+        assert len(service.default.batcher._image_queue) == 6
         busy.engine.go.set()
         assert {response.result().status_code for response in (busy.first, *queued, other_response)} == {200}
-        wait_until(lambda: not service.batcher._batches_per_client)
+        wait_until(lambda: not service.default.batcher._batches_per_client)
 
 
 def test_a_single_client_may_use_all_engine_threads(vit: vitrail.Model, request_pool: Any) -> None:
     with run_server(served(vit), batching=replace(QUICK, engine_threads=2, batch_size=2)) as (client, service):
         busy = BusyServer(client, service, request_pool)
         others = [busy.send(i) for i in range(2)]
-        wait_until(lambda: service.batcher._batches_per_client == {"127.0.0.1": 2})
+        wait_until(lambda: service.default.batcher._batches_per_client == {"127.0.0.1": 2})
         busy.engine.go.set()
         assert {response.result().status_code for response in (busy.first, *others)} == {200}
 

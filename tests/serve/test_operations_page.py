@@ -64,7 +64,7 @@ def test_the_fields_of_the_access_log_are_listed_and_in_the_example() -> None:
     assert described == list(fields)
     (example,) = (json.loads(text) for text in block("json") if '"time"' in text)
     assert list(example) == [name for name in fields if name in example]
-    assert set(fields) - set(example) == {"error", "version"}
+    assert set(fields) - set(example) == {"error"}
 
 
 def test_the_example_of_an_error_is_what_the_server_sends() -> None:

@@ -55,7 +55,7 @@ def run_server_at(vit: vitrail.Model, port: int) -> Iterator[str]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        wait_until(lambda: app.state.service.batcher.ready)
+        wait_until(lambda: app.state.service.default.batcher.ready)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True

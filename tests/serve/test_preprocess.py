@@ -28,7 +28,7 @@ def test_the_image_is_the_crop_that_the_network_receives(exported: bool) -> None
         data = base64.b64decode(response["image"].removeprefix("data:image/jpeg;base64,"))
         with Image.open(io.BytesIO(data)) as image:
             returned = np.asarray(image.resize((32, 32), Image.Resampling.BOX), dtype=float)
-        pixels = service.image_decoder.decode_bytes(photo())
+        pixels = service.default.image_decoder.decode_bytes(photo())
         assert np.abs(returned - pixels).mean() < 3
         assert np.abs(returned - np.asarray(Image.open(io.BytesIO(photo())).resize((32, 32)), dtype=float)).mean() > 6
         hidden = client.post("/v1/preprocess", files={"image": photo()}, data={"hide": "[0]"}).json()

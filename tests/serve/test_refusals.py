@@ -161,7 +161,7 @@ def test_an_invalid_body_is_rejected_with_its_error_code(client: httpx.Client, b
             {"hide": "[" * 300 + "]" * 300},
             "hide: got a list, expected a list of patch numbers, row by row from 0.",
         ),
-        ("predict", {"Top": "3"}, "unknown parameter 'Top', expected one of hide, fill, top"),
+        ("predict", {"Top": "3"}, "unknown parameter 'Top', expected one of model, version, hide, fill, top"),
         ("predict", {"hide": "[99]"}, "got patch 99, expected 0 to 15"),
         ("predict", {"hide": "[-1]"}, "got patch -1"),
         ("predict", {"hide": '["a"]'}, 'hide: got "a", expected a list of patch numbers, row by row from 0.'),

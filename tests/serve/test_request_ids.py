@@ -63,14 +63,14 @@ def test_an_error_at_the_end_of_a_stream_has_the_id(
     server: tuple[httpx.Client, Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, service = server
-    steps = service.explainer.steps
+    steps = service.default.explainer.steps
 
     def fail_in_the_middle(pixels: object, request: object) -> Iterator[object]:
         yield {"occlusion": {}}
         raise RequestError(400, "late", "too late.")
         yield from steps(pixels, request)
 
-    monkeypatch.setattr(service.explainer, "steps", fail_in_the_middle)
+    monkeypatch.setattr(service.default.explainer, "steps", fail_in_the_middle)
     headers = JPEG | {"accept": "application/x-ndjson", "x-request-id": "stream-1"}
     lines = client.post("/v1/explain", content=photo(), headers=headers).text.splitlines()
     error = {"code": "late", "message": "too late.", "request_id": "stream-1"}
@@ -93,7 +93,7 @@ def test_log_lines_of_a_request_have_its_id(
 ) -> None:
     client, service = server
     caplog.handler.addFilter(RequestIdFilter())
-    monkeypatch.setattr(service.served.engine, "logits", None)  # the engine fails
+    monkeypatch.setattr(service.default.served.engine, "logits", None)  # the engine fails
     headers = JPEG | {"x-request-id": "failing-1"}
     assert client.post("/v1/predict", content=photo(), headers=headers).status_code == 500
     found = {record.message: record.request for record in caplog.records}

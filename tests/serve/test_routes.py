@@ -182,13 +182,14 @@ def test_metrics_count_requests_batches_and_seconds(running_server: tuple[httpx.
     def increase(name: str) -> float:
         return after[name] - before.get(name, 0)
 
-    assert increase('vitrail_requests_total{route="/v1/predict",status="200"}') == 1
-    assert increase('vitrail_requests_total{route="/v1/predict",status="415"}') == 1
-    assert increase("vitrail_batch_size_sum") == 3
-    assert increase("vitrail_decode_seconds_count") == 3
-    assert increase("vitrail_engine_seconds_count") >= 1
-    assert increase('vitrail_request_seconds_count{route="/v1/predict"}') == 2
-    assert after["vitrail_queue_images"] == 0
+    small, none = 'model="small"', 'model=""'
+    assert increase(f'vitrail_requests_total{{{small},route="/v1/predict",status="200",version="1"}}') == 1
+    assert increase(f'vitrail_requests_total{{{none},route="/v1/predict",status="415",version=""}}') == 1
+    assert increase(f'vitrail_batch_size_sum{{{small},version="1"}}') == 3
+    assert increase(f'vitrail_decode_seconds_count{{{small},version="1"}}') == 3
+    assert increase(f'vitrail_engine_seconds_count{{{small},version="1"}}') >= 1
+    assert increase(f'vitrail_request_seconds_count{{{small},route="/v1/predict",version="1"}}') == 1
+    assert after[f'vitrail_queue_images{{{small},version="1"}}'] == 0
 
 
 def test_metrics_include_build_errors_and_process(client: httpx.Client) -> None:
@@ -196,8 +197,8 @@ def test_metrics_include_build_errors_and_process(client: httpx.Client) -> None:
     client.post("/v1/predict", content=b"no", headers={"content-type": "image/png"})
     after = _numbers(client)
     assert after['vitrail_errors_total{code="image_unreadable"}'] == before + 1
-    build = f'engine="torch",model="small",precision="float32",version="{vitrail.__version__}"'
-    assert after[f"vitrail_build_info{{{build}}}"] == 1
+    assert after[f'vitrail_build_info{{version="{vitrail.__version__}"}}'] == 1
+    assert after['vitrail_model_info{engine="torch",model="small",precision="float32",version="1"}'] == 1
     assert after["process_resident_memory_bytes"] > 1e7
     assert after["process_open_fds"] > 3
 

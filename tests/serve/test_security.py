@@ -27,8 +27,10 @@ def client() -> Iterator[httpx.Client]:
         yield client
 
 
-PROTECTED = ["/v1/model", "/v1/positions", "/v1/samples", "/metrics", "/openapi.json"]
+PROTECTED = ["/v1/models", "/v1/model", "/v1/positions", "/v1/samples", "/metrics", "/openapi.json"]
 PUBLIC = ["/", "/docs", "/healthz", "/readyz", "/static/docs.js", "/samples/cat.jpg"]
+PROBES = ["/v2/health/live", "/v2/health/ready", "/ping"]
+"""Public routes of the protocols of other servers."""
 
 
 def test_every_route_is_public_or_needs_a_token() -> None:
@@ -37,8 +39,23 @@ def test_every_route_is_public_or_needs_a_token() -> None:
     routes = {getattr(route, "path", "") for route in app.routes}
     folders = {f"/{path.split('/')[1]}/" for path in PUBLIC if path.count("/") > 1}
     public = {path for path in routes if path in PUBLIC or path.startswith(tuple(folders))}
-    posts = {"/v1/predict", "/v1/embed", "/v1/explain", "/v1/preprocess"}
-    assert routes - public == {*PROTECTED, *posts}
+    posts = {"/v1/predict", "/v1/embed", "/v1/explain", "/v1/preprocess", "/v1/embeddings", "/invocations"}
+    model = "/v2/models/{name:path}"
+    models = {f"{one}{end}" for one in (model, f"{model}/versions/{{version}}") for end in ("", "/ready", "/infer")}
+    assert routes - public == {*PROTECTED, *posts, *PROBES, *models, "/v2", "/v2/repository/index"}
+
+
+@pytest.mark.parametrize("path", PROBES)
+def test_probes_need_no_token(client: httpx.Client, path: str) -> None:
+    assert client.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v2", "/v2/models/small", "/v2/models/small/ready", "/v2/health", "/ping/"])
+def test_other_routes_of_the_protocols_need_the_token(client: httpx.Client, path: str) -> None:
+    assert client.get(path).status_code == 401
+    assert client.post("/v2/models/small/infer").status_code == 401
+    assert client.post("/v2/repository/index").status_code == 401
+    assert client.post("/invocations").status_code == 401
 
 
 @pytest.mark.parametrize("path", ["/v1/predict", "/nowhere", "/openapi.json/", "//v1/model", "/static", "/docs/"])
@@ -110,7 +127,7 @@ def test_with_the_token_requests_are_answered(client: httpx.Client) -> None:
 def test_a_wrong_token_is_counted_for_its_route(client: httpx.Client) -> None:
     def count() -> float:
         text = client.get("/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
-        name = 'vitrail_requests_total{route="/v1/embed",status="401"}'
+        name = 'vitrail_requests_total{model="",route="/v1/embed",status="401",version=""}'
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
     before = count()

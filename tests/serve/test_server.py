@@ -72,6 +72,12 @@ def run_command(
         process.stderr.close()
 
 
+def queued_images(url: str) -> float:
+    """Images queued or in progress, in all workers."""
+    values = re.findall(r"^vitrail_queue_images\{.*\} (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+    return sum(map(float, values))
+
+
 def start_request(url: str, responses: list[httpx.Response]) -> threading.Thread:
     def send() -> None:
         responses.append(httpx.post(f"{url}/v1/predict", files={"image": photo()}, timeout=30))
@@ -87,7 +93,7 @@ def test_open_requests_are_answered_after_a_signal_and_the_exit_status_is_0(weig
     with run_command(weights, slow=True) as (process, url):
         responses: list[httpx.Response] = []
         threads = [start_request(url, responses) for _ in range(3)]
-        wait_until(lambda: "vitrail_queue_images 3.0" in httpx.get(f"{url}/metrics").text)
+        wait_until(lambda: queued_images(url) == 3)
         process.send_signal(sig)
         ready = httpx.get(f"{url}/readyz")
         assert (ready.status_code, ready.json()["error"]["code"]) == (503, "shutting_down")
@@ -104,7 +110,7 @@ def test_a_signal_to_the_process_group_drains_like_one_to_the_process(weights: P
     with run_command(weights, "--workers", workers, slow=True) as (process, url):
         responses: list[httpx.Response] = []
         threads = [start_request(url, responses) for _ in range(4)]
-        wait_until(lambda: "vitrail_queue_images 4.0" in httpx.get(f"{url}/metrics").text)
+        wait_until(lambda: queued_images(url) == 4)
         process.terminate()  # like `timeout`: first the process, then its group
         os.killpg(process.pid, signal.SIGTERM)
         for worker in worker_pids(process.pid):
@@ -214,7 +220,7 @@ def test_a_second_signal_exits_immediately(weights: Path) -> None:
     with run_command(weights, slow=True) as (process, url):
         thread = threading.Thread(target=request_that_fails, args=(url,))
         thread.start()
-        wait_until(lambda: "vitrail_queue_images 1.0" in httpx.get(f"{url}/metrics").text)
+        wait_until(lambda: queued_images(url) == 1)
         process.terminate()
         time.sleep(DUPLICATE_SIGNAL_S + 0.1)
         start = time.monotonic()
@@ -235,7 +241,9 @@ def test_workers_share_an_address_sum_their_metrics_and_are_replaced(weights: Pa
         for _ in range(20):
             assert httpx.post(f"{url}/v1/predict", files={"image": photo()}).status_code == 200
         text = httpx.get(f"{url}/metrics").text
-        assert 'vitrail_requests_total{route="/v1/predict",status="200"} 20.0' in text
+        assert (
+            'vitrail_requests_total{model="vitrail/cifar10",route="/v1/predict",status="200",version="1"} 20.0' in text
+        )
         workers = worker_pids(process.pid)
         assert len(workers) == 2
         os.kill(workers[0], signal.SIGKILL)

@@ -58,8 +58,9 @@ def test_the_page_lists_exactly_the_http_statuses_of_the_code() -> None:
 
 
 def test_the_page_lists_all_routes_fills_and_their_defaults() -> None:
-    table = PAGE.partition("| route | returns |")[2].partition("\n\n")[0]
-    assert set(re.findall(r"`(?:GET|POST) (/\S+)`", table)) == set(create_app(served()).openapi()["paths"])
+    protocols = (ROOT / "docs" / "protocols.md").read_text()
+    tables = [page.partition("| route | returns |")[2].partition("\n\n")[0] for page in (PAGE, protocols)]
+    assert set(re.findall(r"`(?:GET|POST) (/\S+)`", "".join(tables))) == set(create_app(served()).openapi()["paths"])
     values = PredictParameters()
     assert f"`top` (default {values.top})" in PAGE
     match = re.search(r"`fill` selects what replaces them: (.*?)\. ", PAGE, re.DOTALL)

@@ -70,6 +70,7 @@ def test_a_request_has_a_span_with_a_child_for_each_stage(exporter: Any) -> None
         "client.address": "127.0.0.1",
         "vitrail.request_id": "order-66",
         "vitrail.model": "small",
+        "vitrail.version": "1",
         "vitrail.images": 3,
     }
     assert len(found["decode"]) == 3
@@ -121,7 +122,7 @@ def test_an_explanation_has_engine_spans_for_its_steps(exporter: Any) -> None:
 def test_errors_and_requests_without_a_caller_have_spans(exporter: Any) -> None:
     with run_server(served(), token="a-token") as (client, service):
         client.get("/v1/model")
-        service.served.engine.logits = None  # the engine fails
+        service.default.served.engine.logits = None  # the engine fails
         headers = {"content-type": "image/jpeg", "authorization": "Bearer a-token"}
         assert client.post("/v1/predict", content=photo(), headers=headers).status_code == 500
     found = by_name(exporter)

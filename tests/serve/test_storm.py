@@ -100,7 +100,7 @@ def test_after_many_random_requests_all_quotas_and_queues_are_empty(monkeypatch:
         with ThreadPoolExecutor(24) as pool:
             statuses = Counter(pool.map(lambda number: send(port, number), range(300)))
         assert {"200", "400", "413", "415", "gone"} <= set(statuses), statuses  # others depend on timing
-        batcher, decoders = service.batcher, service.batcher.decode_pool
+        batcher, decoders = service.default.batcher, service.default.batcher.decode_pool
         wait_until(lambda: batcher._decoding == 0)
         wait_until(lambda: service.body_bytes.used == service.uploads.used == batcher.image_quota.used == 0)
         for quota in (
@@ -116,5 +116,5 @@ def test_after_many_random_requests_all_quotas_and_queues_are_empty(monkeypatch:
         for jobs in (decoders._small_jobs, decoders._large_jobs):
             wait_until(lambda jobs=jobs: not (jobs._queue or jobs._busy))  # type: ignore[misc]
         assert decoders.pixel_semaphore.available == decoders.pixel_semaphore.total
-        assert "vitrail_queue_images 0.0" in client.get("/metrics").text
+        assert 'vitrail_queue_images{model="small",version="1"} 0.0' in client.get("/metrics").text
         wait_until(lambda: client.post("/v1/predict", files={"image": photo()}).status_code == 200)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.console import notes_to_stderr, one_line, print_note
+from vitrail.cli.model_folder_options import ModelFolderOptions
 from vitrail.cli.model_options import LabelFile, open_model
 from vitrail.cli.option_groups import AccessOptions, EngineOptions, LoadOptions, with_option_groups
 from vitrail.errors import ConfigError
@@ -71,12 +72,14 @@ def serve(
         ),
     ] = 4.0,
     labels: LabelFile = None,
+    folder: ModelFolderOptions = ModelFolderOptions(),  # noqa: B008
     loading: LoadOptions = LoadOptions(),
     access: AccessOptions = AccessOptions(),  # noqa: B008
 ) -> None:
     """Serve a model over HTTP: predictions, features, explanations, and the explorer page."""
     if source is not None and model is not None:
         raise ConfigError(f"got {source} and --model {model}, expected one of them.")
+    folder.check(source or model)
     engine.check(loading)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: idle threads must not spin
     options: dict[str, Any] = {"labels": labels, "calibrate": engine.calibrate}
@@ -86,7 +89,7 @@ def serve(
     from vitrail.serve.limits import Limits
     from vitrail.serve.security import read_token
 
-    _log_to_stderr()
+    log_to_stderr()
     cores, on_loopback = max(usable_cores() // workers, 1), host.startswith(LOOPBACK)
     config = server.ServerConfig(
         limits=Limits(max_bytes=max_bytes, max_pixels=max_pixels, max_images=max_images),
@@ -95,6 +98,7 @@ def serve(
         token=None if token is None else read_token(token),
         hosts=tuple(allow_host or ()) if allow_host or on_loopback else None,
         access=access.config(),
+        models=folder.config(partial(load_folder_model, engine.engine, cores, options), engine.engine),
     )
     sock = server.bind_socket(host, port)
     if token is None and access.tokens is None and not on_loopback:
@@ -110,11 +114,19 @@ def serve(
     supervisor.serve(loader, sock, config, workers, started, _print_stopping)
 
 
+def load_folder_model(engine: str | None, cores: int, options: dict[str, Any], path: str) -> ServedModel:
+    """Load a version of `--models`; options that an exported file has no use for do not apply to it."""
+    from vitrail.engines.exported_files import is_exported
+
+    fixed = {"labels": options.get("labels")} if is_exported(path) else options
+    return load_served_model(path, engine, cores, **fixed)
+
+
 def load_served_model(
     model: str | None, engine: str | None, cores: int, calibrate: str | None = None, **options: Any
 ) -> ServedModel:
     """Load the model and its engine; runs in the process that serves them."""
-    _log_to_stderr()
+    log_to_stderr()
     notes_to_stderr()  # a worker is a separate process
     from vitrail.engines.engine import FileEngine
     from vitrail.engines.exported_files import is_exported
@@ -188,8 +200,8 @@ def _import_server() -> tuple[Any, Any]:
     return server, supervisor
 
 
-def _log_to_stderr() -> None:
-    """Log warnings and errors, with tracebacks and the ids of requests, to stderr."""
+def log_to_stderr() -> None:
+    """Log changes of models, warnings and errors, with tracebacks and the ids of requests, to stderr."""
     from vitrail.serve.request_record import RequestIdFilter
 
     logger = logging.getLogger("vitrail.serve")
@@ -198,4 +210,5 @@ def _log_to_stderr() -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s%(request)s"))
         handler.addFilter(RequestIdFilter())
         logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
         logger.propagate = False

@@ -1,13 +1,14 @@
-"""HTTP service for one model: predictions, features, explanations, and the explorer page.
+"""HTTP service: predictions, features, explanations, and the explorer page.
 
 server.py              one process: listen, drain, stop;   supervisor.py: several processes
 connections.py         uvicorn's HTTP protocol with timeouts and limits
-app.py                 the routes;   schema.py: parameters, responses, /openapi.json
+app.py                 the routes;   schema.py: parameters, /openapi.json;   response_types.py: responses
+model_registry.py      names -> versions -> the one that answers by default;   model_version.py: one loaded version
 request_parsing.py     request body -> images and parameters, within limits
 image_decoder.py       image bytes -> pixels, header checked first;   image_headers.py: cost of a header
 decode_pool.py         images of many requests -> pixels;   decode_process.py: large images, in a low-priority process
 fork_server.py         forks and kills those processes
-batching.py            pixels of many requests -> batches -> the outputs of each request
+batching.py            pixels of many requests -> batches -> the outputs of each request;   batch_size.py: by timing
 fair_queue.py          queue that takes turns between clients;   quota.py: limits per client
 weighted_semaphore.py  limit on the pixels being decoded at a time
 limits.py              limits on a request, batching and threads
@@ -20,4 +21,15 @@ rate_limit.py          token buckets that all workers share
 request_record.py      id, client and stages of a request;   access_log.py: a JSON line for each
 trace_context.py       the caller's trace;   spans.py: OpenTelemetry
 prometheus_metrics.py  metrics;   static_files.py: the files of web/
+
+Other protocols:
+open_inference.py      Open Inference Protocol v2;   inference_outputs.py: its outputs
+tensor_codec.py        its bodies, JSON and binary;   inference_schema.py: its part of /openapi.json
+openai_embeddings.py   /v1/embeddings in the shape of OpenAI's API
+sagemaker.py           /ping and /invocations of Amazon SageMaker
+ray_serve.py           the service as a Ray Serve application: deployment
 """
+
+from vitrail.serve.ray_serve import deployment
+
+__all__ = ["deployment"]

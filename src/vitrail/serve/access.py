@@ -183,7 +183,7 @@ class Access:
         self, record: RequestRecord, state: dict[str, Any], method: str, route: str, status: int
     ) -> dict[str, Any]:
         """What the access log says about a request."""
-        engine = record.engine_seconds or None
+        engine, (model, version) = record.engine_seconds or None, state.get("model", (None, None))
         return {
             "time": utc_time(record.started_at),
             "request_id": record.id,
@@ -196,8 +196,8 @@ class Access:
             "bytes_in": record.bytes_in,
             "bytes_out": record.bytes_out,
             "images": record.images or None,
-            "model": state.get("model"),
-            "version": state.get("version"),
+            "model": model,
+            "version": version,
             "ms": _milliseconds(record.seconds),
             "queue_ms": _milliseconds(record.queue_seconds),
             "engine_ms": _milliseconds(engine),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import threading
 import time
 from collections import Counter
@@ -23,12 +22,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.serve.decode_pool import DecodePool, set_torch_threads
+from vitrail.serve.batch_size import BATCH_SIZES, choose_batch_size
+from vitrail.serve.decode_pool import DecodePool, LargeImageLimits, set_torch_threads
 from vitrail.serve.fair_queue import ContentionTracker, FairQueue
 from vitrail.serve.http_errors import ClientDisconnected, RequestError
 from vitrail.serve.image_decoder import ImageDecoder
 from vitrail.serve.limits import BatchingConfig
-from vitrail.serve.prometheus_metrics import Metrics
+from vitrail.serve.prometheus_metrics import ModelMetrics
 from vitrail.serve.quota import Lease, Quota
 from vitrail.serve.request_record import current_record, join_ids
 from vitrail.serve.served_model import ServedModel
@@ -39,15 +39,6 @@ Steps = Generator[Any, None, Any]
 """A computation in steps: yields partial results or None, and returns the result."""
 ProgressCallback = Callable[[Any], None]
 """Called on the event loop with each partial result."""
-BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-"""Batch sizes timed at startup."""
-TIMING_ROUNDS = 4
-"""Number of timings of each batch size."""
-MIN_GAIN, MAX_LOSS = 0.02, 0.15
-"""A larger batch size must save MIN_GAIN of the time per image; one slower by MAX_LOSS is dropped after two rounds."""
-MAX_SHARED_BATCH_S = 0.05
-"""Maximum duration of a batch in seconds while several clients are active, unless one image takes longer."""
-
 log = logging.getLogger("vitrail.serve")
 
 
@@ -107,7 +98,14 @@ BatchItem = tuple[PendingRequest, int, Pixels]
 class Batcher:
     """The queues and the engine threads. `start`, `infer`, `explain` and `stop` are called on the event loop."""
 
-    def __init__(self, served: ServedModel, decoder: ImageDecoder, config: BatchingConfig, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        served: ServedModel,
+        decoder: ImageDecoder,
+        config: BatchingConfig,
+        metrics: ModelMetrics,
+        large_images: LargeImageLimits | None = None,
+    ) -> None:
         self.served, self.config, self.metrics = served, config, metrics
         self.batch_size = config.batch_size or 1
         self.shared_batch_size = self.batch_size
@@ -120,7 +118,7 @@ class Batcher:
         """Recent engine time of one explanation."""
         self.image_quota = Quota("images are waiting already", config.max_queue)
         self.explain_quota = Quota("explanations are in progress already", config.max_explanations)
-        self.decode_pool = DecodePool(decoder, config.decode_threads, metrics, self._on_decoded)
+        self.decode_pool = DecodePool(decoder, config.decode_threads, metrics, self._on_decoded, large_images)
         self._image_queue: FairQueue[QueuedImage] = FairQueue()
         self._explain_queue: FairQueue[PendingRequest] = FairQueue()
         self._contention = ContentionTracker()
@@ -275,8 +273,8 @@ class Batcher:
     def _engine_loop(self, index: int) -> None:
         if self.config.intra_op_threads is not None:
             set_torch_threads(self.config.intra_op_threads)
-        if index == 0:
-            self._warm_up()
+        if index == 0 and not self.ready:
+            self._try_warm_up()
         explained_last = False
         while True:
             item = self._next_work(explained_last)
@@ -389,44 +387,37 @@ class Batcher:
             self._call_on_loop(_report_progress, pending, partial)
         return True
 
-    def _warm_up(self) -> None:
-        """Warm up the engine and choose the batch size."""
+    def _try_warm_up(self) -> None:
         try:
-            self.batch_size, self.shared_batch_size = choose_batch_size(
-                self.served, BATCH_SIZES if self.config.batch_size is None else (self.config.batch_size,)
-            )
-            self.ready = True
+            self.warm_up()
         except Exception:
             log.exception("the engine failed during warm-up")
+
+    def warm_up(self, like: Batcher | None = None) -> None:
+        """Warm up the engine and choose the batch size, in any thread.
+
+        like: the queues of another version; if it has the same architecture and engine, so are its batch sizes.
+        """
+        if self.config.intra_op_threads is not None:
+            set_torch_threads(self.config.intra_op_threads)
+        sizes = BATCH_SIZES if self.config.batch_size is None else (self.config.batch_size,)
+        if like is not None and like.served.computes_like(self.served):
+            sizes = (like.batch_size,)
+        self.batch_size, self.shared_batch_size = choose_batch_size(self.served, sizes)
+        if len(sizes) == 1 and like is not None:
+            self.shared_batch_size = min(self.batch_size, like.shared_batch_size)
+        self.ready = True
+
+    def release(self) -> None:
+        """Drop the model after `stop`, so that its memory is free even if something still refers to the queues."""
+        self._threads.clear()
+        self.decode_pool.release()
+        del self.served
 
     def _call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
-
-
-def choose_batch_size(served: ServedModel, sizes: tuple[int, ...], seconds: float = 3.0) -> tuple[int, int]:
-    """Batch size with (nearly) the highest throughput, and the largest one whose batches are short enough to share."""
-    # CPU time ignores other processes, but works only if the calling thread computes.
-    clock = time.thread_time if served.parallel_batches and served.engine.name != "openvino" else time.perf_counter
-
-    def seconds_per_image(size: int) -> float:
-        pixels = np.zeros((size, *served.input_shape), served.preprocess.dtype)
-        start = clock()
-        served.outputs(pixels, "logits")
-        return (clock() - start) / size
-
-    until = time.monotonic() + seconds
-    seconds_per_image(sizes[0])  # the first call takes longer
-    times: dict[int, float] = {}
-    for index, size in enumerate(sizes * TIMING_ROUNDS):  # interleaved, so that a disturbance affects all sizes
-        if times and time.monotonic() > until:
-            break
-        if index < 2 * len(sizes) or times[size] <= (1 + MAX_LOSS) * min(times.values()):
-            times[size] = min(seconds_per_image(size), times.get(size, math.inf))
-    best = next(size for size in sizes if size in times and times[size] * (1 - MIN_GAIN) <= min(times.values()))
-    short = [size for size in sizes if size <= best and size * times[size] <= MAX_SHARED_BATCH_S]
-    return best, max(short, default=sizes[0])
 
 
 def deadline_error() -> RequestError:

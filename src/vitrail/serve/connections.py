@@ -205,7 +205,7 @@ class LimitedProtocol(asyncio.Protocol):
     def _refuse(self, problem: RequestError) -> None:
         """Write an error response directly to the transport, because there is no request for the app."""
         request_id = choose_request_id(())
-        body = problem.body(request_id)
+        body = problem.body(request_id=request_id)
         lines = [f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}", "content-type: application/json"]
         lines += [f"{name.lower()}: {value}" for name, value in problem.headers.items()]
         lines += [f"x-request-id: {request_id}", f"content-length: {len(body)}", "connection: close", "", ""]

@@ -19,7 +19,8 @@ from vitrail.serve.decode_process import DecodeProcess
 from vitrail.serve.fair_queue import ContentionTracker, FairQueue
 from vitrail.serve.http_errors import RequestError
 from vitrail.serve.image_decoder import ImageDecoder, InspectedImage
-from vitrail.serve.prometheus_metrics import Metrics
+from vitrail.serve.limits import Limits
+from vitrail.serve.prometheus_metrics import ModelMetrics
 from vitrail.serve.quota import Lease, Quota
 from vitrail.serve.request_record import RequestRecord
 from vitrail.serve.weighted_semaphore import WeightedSemaphore
@@ -50,20 +51,35 @@ DeliverCallback = Callable[[Any, int, Pixels | None, Exception | None], None]
 """Called once per image, in any thread, as (request, index, pixels, error); both None if the image was dropped."""
 
 
-class DecodePool:
-    """Decodes the images of submitted requests and calls `deliver` for each."""
+class LargeImageLimits:
+    """Limits on large images, shared by the pools of all models."""
 
-    def __init__(self, decoder: ImageDecoder, count: int, metrics: Metrics, deliver: DeliverCallback) -> None:
-        """count: number of threads, and maximum number of processes, which are started on demand."""
-        limits = decoder.limits
-        self.decoder, self.metrics, self.deliver = decoder, metrics, deliver
-        self._lock = threading.Lock()
-        self.small_pending = 0
-        """Images queued for or being decoded by threads, which will be ready soon."""
+    def __init__(self, limits: Limits, count: int) -> None:
+        """count: maximum number of processes of each pool."""
         self.pixel_semaphore = WeightedSemaphore(limits.max_pixels + (count - 1) * PIXELS_PER_EXTRA_PROCESS)
         self.large_pixel_quota = Quota(
             "pixels of large images are waiting", 8 * limits.max_total_pixels, 2 * limits.max_total_pixels
         )
+
+
+class DecodePool:
+    """Decodes the images of submitted requests and calls `deliver` for each."""
+
+    def __init__(
+        self,
+        decoder: ImageDecoder,
+        count: int,
+        metrics: ModelMetrics,
+        deliver: DeliverCallback,
+        large_images: LargeImageLimits | None = None,
+    ) -> None:
+        """count: number of threads, and maximum number of processes, which are started on demand."""
+        self.decoder, self.metrics, self.deliver = decoder, metrics, deliver
+        self._lock = threading.Lock()
+        self.small_pending = 0
+        """Images queued for or being decoded by threads, which will be ready soon."""
+        shared = large_images or LargeImageLimits(decoder.limits, count)
+        self.pixel_semaphore, self.large_pixel_quota = shared.pixel_semaphore, shared.large_pixel_quota
         self._small_jobs, self._large_jobs = _JobQueue(count), _JobQueue(count)
         self._stopping = False
         self._threads = [
@@ -84,6 +100,11 @@ class DecodePool:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
+
+    def release(self) -> None:
+        """Drop what refers to the owner of the pool, after `stop`."""
+        self._threads.clear()
+        del self.deliver
 
     def submit(self, request: DecodeRequest) -> None:
         self._add_small_pending(request.count)

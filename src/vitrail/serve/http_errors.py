@@ -14,6 +14,8 @@ from vitrail.serve.request_record import current_record
 
 DEFAULT_CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
 """Codes of the errors that the router raises itself."""
+OPEN_INFERENCE = "/v2"
+"""Path of the Open Inference Protocol."""
 LOCAL_ADVICE = re.compile(
     r"(; try pip install|; if you trust it|; copy or download it again|, copy or download it again).*"
 )
@@ -40,15 +42,20 @@ class RequestError(Exception):
             self.message = f"image {number + 1} of {count}: {self.message}"
         return self
 
-    def body(self, request_id: str = "") -> bytes:
-        """The error as JSON, with the id of the current request, whose record receives the code."""
+    def body(self, path: str = "", request_id: str = "") -> bytes:
+        """The error as JSON, with the id of the current request, whose record receives the code.
+
+        path: one of the Open Inference Protocol gives only the message, as that requires.
+        """
         record = current_record()
         record.error, request_id = self.code, request_id or record.id
+        if path == OPEN_INFERENCE or path.startswith(f"{OPEN_INFERENCE}/"):
+            return json.dumps({"error": self.message}).encode()
         identified = {"request_id": request_id} if request_id else {}
         return json.dumps({"error": {"code": self.code, "message": self.message, **identified}}).encode()
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, media_type="application/json")
+    def response(self, path: str = "") -> Response:
+        return Response(self.body(path), self.status, self.headers, media_type="application/json")
 
 
 class ClientDisconnected(Exception):

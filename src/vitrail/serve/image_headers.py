@@ -22,6 +22,8 @@ MAX_EXIF_BYTES = 2**16
 """Limit on EXIF: Pillow reads 5,000 entries in 20 ms, and old versions copy the whole block for each."""
 MAX_OTHER_BYTES = 2**16
 """Limit on the size of a file of any other format."""
+RAW_PIXELS = re.compile(rb"P[56] \d{1,6} \d{1,6} 255\n")
+"""Header of a PPM or PGM without comments, as tensor_codec.py writes it."""
 
 
 def is_quick_header(data: bytes) -> bool:
@@ -32,7 +34,7 @@ def is_quick_header(data: bytes) -> bool:
         return _is_quick_png(data)
     if data.startswith(b"RIFF"):
         return _is_quick_webp(data)
-    return len(data) <= MAX_OTHER_BYTES
+    return len(data) <= MAX_OTHER_BYTES or RAW_PIXELS.match(data) is not None
 
 
 def _is_quick_jpeg(data: bytes) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from vitrail.serve.quota import Lease
 
 IMAGE_FIELDS = ("images", "image", "file")
 """Form fields that hold images."""
-TEXT_PARAMETERS = ("target", "fill", "methods")
+TEXT_PARAMETERS = ("target", "fill", "methods", "model", "version")
 """Parameters that are text, and need no JSON quotes in a form or query string."""
 LIST_PARAMETERS = ("hide", "layers", "methods")
 """Parameters that are lists: one JSON list, or one field per element."""
@@ -80,17 +80,42 @@ class _FormParser(MultiPartParser):
             file.close()
 
 
-async def read_body(request: Request, limits: Limits, lease: Lease, deadline: float | None = None) -> RequestBody:
-    """Receive and parse the body according to its content type. `deadline` is on the clock of `time.monotonic`."""
-    _check_content_encoding(", ".join(request.headers.getlist("content-encoding")))
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+BodyParser = Callable[[Request, Chunks, Limits], Awaitable[RequestBody]]
+"""Parses a body of one route."""
+
+
+async def parse_body(request: Request, chunks: Chunks, limits: Limits) -> RequestBody:
+    """Parse a body according to its content type: one image, a form, or JSON, with parameters."""
+    content_type = request_type(request)
     supported = ("multipart/form-data", "application/json", "application/octet-stream", *UNDECLARED_TYPES)
     if content_type not in supported and not _is_image_type(content_type):
         raise _unsupported_type(content_type)
+    if content_type == "multipart/form-data":
+        body = await _parse_form(request.headers, chunks, limits)
+    elif content_type == "application/json":
+        body = _body_from_json(await join_chunks(chunks))
+    else:
+        image = await _read_image(content_type, chunks)
+        body = RequestBody([image] if image else [])
+    body.parameters = (
+        _parse_parameters(request.query_params.multi_items()) | body.parameters
+    )  # the body takes precedence
+    return body
+
+
+async def read_body(
+    request: Request,
+    limits: Limits,
+    lease: Lease,
+    deadline: float | None = None,
+    parse: BodyParser = parse_body,
+) -> RequestBody:
+    """Receive and parse the body. `deadline` is on the clock of `time.monotonic`."""
+    _check_content_encoding(", ".join(request.headers.getlist("content-encoding")))
     remaining = limits.body_timeout if deadline is None else max(deadline - time.monotonic(), 0)
     try:
         async with asyncio.timeout(min(limits.body_timeout, remaining)):
-            body = await _parse(content_type, request, limits, lease)
+            body = await parse(request, _receive_chunks(request, limits, lease), limits)
     except TimeoutError:
         if remaining < limits.body_timeout:
             problem = deadline_error()
@@ -101,24 +126,18 @@ async def read_body(request: Request, limits: Limits, lease: Lease, deadline: fl
     if not body.images:
         raise RequestError(400, "no_image", "the request has no image; expected 1 or more.")
     if len(body.images) > limits.max_images:
-        raise _too_many_images(limits)
+        raise too_many_images(limits)
     body.client = lease.client
     return body
 
 
-async def _parse(content_type: str, request: Request, limits: Limits, lease: Lease) -> RequestBody:
-    chunks = _receive_chunks(request, limits, lease)
-    if content_type == "multipart/form-data":
-        body = await _parse_form(request.headers, chunks, limits)
-    elif content_type == "application/json":
-        body = _body_from_json(b"".join([chunk async for chunk in chunks]))
-    else:
-        image = await _read_image(content_type, chunks)
-        body = RequestBody([image] if image else [])
-    body.parameters = (
-        _parse_parameters(request.query_params.multi_items()) | body.parameters
-    )  # the body takes precedence
-    return body
+def request_type(request: Request) -> str:
+    """Content type in lower case without its options; empty if there is none."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def join_chunks(chunks: Chunks) -> bytes:
+    return b"".join([chunk async for chunk in chunks])
 
 
 async def _read_image(content_type: str, chunks: Chunks) -> bytes:
@@ -177,7 +196,7 @@ async def _parse_form(headers: Headers, chunks: Chunks, limits: Limits) -> Reque
         return _body_from_form(await parser.parse(), parser.complete)
     except MultiPartException as error:
         if "Too many files" in error.message:
-            raise _too_many_images(limits) from None
+            raise too_many_images(limits) from None
         raise RequestError(400, "bad_form", f"the form cannot be read: {error.message.rstrip('.').lower()}.") from None
     except (ValueError, LookupError):  # undecodable headers of a part
         raise RequestError(400, "bad_form", "the form cannot be read: a part's headers are damaged.") from None
@@ -211,14 +230,19 @@ def _body_from_form(form: FormData, complete: bool) -> RequestBody:
     return body
 
 
-def _body_from_json(data: bytes) -> RequestBody:
-    _check_value_count(sum(map(data.count, (b",", b"[", b"{"))))
+def parse_json(data: bytes, advice: str = "send fewer") -> Any:
+    """Parse untrusted JSON, with a limit on the values and escapes in it; advice: what to do about too many values."""
+    _check_value_count(sum(map(data.count, (b",", b"[", b"{"))), advice)
     if data.count(b"\\") > len(data) // CHARACTERS_PER_ESCAPE + MAX_VALUES:
         raise RequestError(400, "bad_json", "the body has too many escapes; expected images as plain base64.")
     try:
-        values = json.loads(data)
+        return json.loads(data)
     except (ValueError, RecursionError):
         raise RequestError(400, "bad_json", "the body is not JSON.") from None
+
+
+def _body_from_json(data: bytes) -> RequestBody:
+    values = parse_json(data)
     if not isinstance(values, dict):
         raise RequestError(400, "bad_json", 'expected a JSON object such as {"images": ["<base64>"]}.')
     if "image" in values and "images" in values:
@@ -227,17 +251,21 @@ def _body_from_json(data: bytes) -> RequestBody:
     if not isinstance(images, list) or not all(isinstance(text, str) for text in images):
         raise RequestError(400, "bad_json", "images must be a list of base64 strings.")
     for number, text in enumerate(images):
-        if URL_PATTERN.match(text):
-            message = "this is a URL, and URLs are never opened; send the image itself, as base64."
-            raise RequestError(400, "not_base64", message).for_image(number, len(images))
+        check_no_url(text, number, len(images))
     return RequestBody(images, values)
 
 
-def _check_value_count(count: int) -> None:
+def check_no_url(text: str, number: int, count: int) -> None:
+    """Raise RequestError if image `number` of `count` is a URL."""
+    if URL_PATTERN.match(text):
+        message = "this is a URL, and URLs are never opened; send the image itself, as base64."
+        raise RequestError(400, "not_base64", message).for_image(number, count)
+
+
+def _check_value_count(count: int, advice: str = "send fewer") -> None:
     if count > MAX_VALUES:
-        raise RequestError(
-            413, "too_many_values", f"too many parameter values; at most {MAX_VALUES:,} are allowed in a request."
-        )
+        message = f"too many parameter values; at most {MAX_VALUES:,} are allowed in a request"
+        raise RequestError(413, "too_many_values", f"{message}; {advice}.")
 
 
 def read_deadline(request: Request, now: float) -> float | None:
@@ -312,7 +340,7 @@ def _body_too_large(limits: Limits) -> RequestError:
     )
 
 
-def _too_many_images(limits: Limits) -> RequestError:
+def too_many_images(limits: Limits) -> RequestError:
     return RequestError(
         413, "too_many_images", f"too many images; at most {limits.max_images} are allowed in a request."
     )

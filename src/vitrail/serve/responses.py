@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,13 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
     return {"label": prediction.label, "index": prediction.index, "score": prediction.score}
 
 
-def describe_model(served: ServedModel, limits: Limits) -> dict[str, Any]:
+def list_models(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Response of /v1/models, in the shape of OpenAI's API, for `ModelRegistry.describe()`."""
+    data = [{"id": model["name"], "object": "model", "created": 0, "owned_by": "vitrail", **model} for model in models]
+    return {"object": "list", "data": data}
+
+
+def describe_model(served: ServedModel, limits: Limits, name: str, version: str) -> dict[str, Any]:
     """Response of /v1/model."""
     info, model = served.info, served.model
     config = info.config
@@ -35,7 +42,8 @@ def describe_model(served: ServedModel, limits: Limits) -> dict[str, Any]:
     rows, columns = served.grid
     net = model.net if model is not None else None
     return {
-        "name": served.name,
+        "name": name,
+        "version": version,
         "family": info.family,
         "task": info.task if served.classifies else "embed",
         "multi_label": info.multi_label,
@@ -54,7 +62,7 @@ def describe_model(served: ServedModel, limits: Limits) -> dict[str, Any]:
         "methods": list(served.explain_methods),
         "engine": served.engine.name,
         "precision": served.engine.precision,
-        "version": __version__,
+        "vitrail_version": __version__,
         "limits": {
             "max_bytes": limits.max_bytes,
             "max_pixels": limits.max_pixels,

@@ -1,15 +1,17 @@
-"""Parameters and responses of the routes, as pydantic models and in /openapi.json."""
+"""Parameters of the routes, as pydantic models and in /openapi.json."""
 
 from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vitrail.serve.http_errors import RequestError
 from vitrail.serve.request_parsing import IMAGE_FIELDS
+from vitrail.serve.response_types import ErrorResponse
 
 IMAGE_TYPES = tuple(
     f"image/{name}" for name in ("jpeg", "png", "webp", "gif", "bmp", "tiff", "x-portable-pixmap", "avif")
@@ -20,10 +22,26 @@ MAX_LISTED_LABELS = 100
 FillName = Literal["mean", "zero", "blur"]
 
 
-class HideParameters(BaseModel):
-    """Parameters of every route that takes images; all parameters of /v1/embed and /v1/preprocess."""
+class ModelParameters(BaseModel):
+    """The model and version that a request chooses."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: Annotated[str, Field(max_length=200)] | None = Field(
+        None, description="Name of the model; see /v1/models. Default: the first one."
+    )
+    version: Annotated[str, Field(max_length=200)] | int | None = Field(
+        None, description="Version of the model. Default: the one that /v1/models states as default."
+    )
+
+    @property
+    def chosen(self) -> tuple[str | None, str | None]:
+        """Name and version, as `ModelRegistry.get` takes them."""
+        return self.model, None if self.version is None else str(self.version)
+
+
+class HideParameters(ModelParameters):
+    """Parameters of every route that takes images; all parameters of /v1/embed and /v1/preprocess."""
 
     hide: list[int] = Field(
         [],
@@ -57,152 +75,11 @@ class ExplainParameters(HideParameters):
     )
 
 
-class Prediction(BaseModel):
-    label: str = Field(examples=["cat"])
-    index: int = Field(examples=[3])
-    score: float = Field(examples=[0.905])
-
-
-class ImagePredictions(BaseModel):
-    predictions: list[Prediction]
-
-
-class PredictResponse(BaseModel):
-    model: str = Field(examples=["vitrail/cifar10"])
-    engine: str = Field(examples=["torch"])
-    results: list[ImagePredictions]
-    ms: float = Field(examples=[12.3])
-
-
-class ImageEmbedding(BaseModel):
-    embedding: list[float]
-
-
-class EmbedResponse(BaseModel):
-    model: str
-    dimension: int = Field(examples=[192])
-    results: list[ImageEmbedding]
-    ms: float
-
-
-class Grid(BaseModel):
-    rows: int = Field(examples=[14])
-    columns: int = Field(examples=[14])
-
-
-class Map(BaseModel):
-    values: str = Field(
-        description="base64 of rows x columns unsigned bytes, row by row; value = min + byte / 255 * (max - min)"
-    )
-    min: float
-    max: float
-
-
-class Attention(BaseModel):
-    layer: int
-    num_heads: int
-    num_tokens: int
-    values: str = Field(
-        description="base64 of heads x queries x keys unsigned bytes, row-major; weight = byte / 255 * row_max"
-    )
-    row_max: str = Field(description="base64 of heads x queries float32, little endian: the largest weight of each row")
-
-
-class ExplainResponse(BaseModel):
-    model: str
-    grid: Grid
-    prefix_tokens: list[str] = Field(
-        description="Tokens before the patches, such as the class token.", examples=[["class"]]
-    )
-    predictions: list[Prediction]
-    target: Prediction | None
-    image: str = Field(description="The image as the network receives it, as a data URL of a JPEG.")
-    maps: dict[str, Map]
-    attention: list[Attention]
-    layers: list[int] = Field(description="Layers in attention.")
-    attention_distance: list[list[float]] = Field(description="Mean attention distance in pixels, by layer and head.")
-    uniform_attention_distance: float | None
-    ms: float
-
-
-class PreprocessResponse(BaseModel):
-    model: str
-    grid: Grid
-    image: str = Field(description="The image as the network receives it, as a data URL of a JPEG.")
-    ms: float
-
-
-class ImageSize(BaseModel):
-    height: int
-    width: int
-
-
-class LimitsResponse(BaseModel):
-    max_bytes: int
-    max_pixels: int
-    max_total_pixels: int
-    max_images: int
-
-
-class ModelResponse(BaseModel):
-    name: str = Field(examples=["vitrail/cifar10"])
-    family: str
-    task: Literal["classify", "embed"]
-    multi_label: bool
-    num_classes: int
-    labels: list[str] | None
-    num_parameters: int | None
-    image_size: ImageSize
-    channels: int
-    grid: Grid | None
-    depth: int | None
-    num_heads: int | None
-    prefix_tokens: list[str]
-    pool: str | None
-    position: str | None
-    has_attention: bool
-    methods: list[str]
-    engine: str
-    precision: str
-    version: str
-    limits: LimitsResponse
-
-
-class PositionsResponse(BaseModel):
-    grid: Grid
-    values: str = Field(description="base64 of N x N signed bytes, row-major; similarity = byte / 127")
-    description: str = Field(description="What the similarity measures.")
-
-
-class Sample(BaseModel):
-    name: str
-    url: str
-    alt: str
-    credit: str
-    query_point: tuple[float, float] = Field(description="Suggested query point: fractions of width and height.")
-
-
-class HealthResponse(BaseModel):
-    status: Literal["alive"]
-
-
-class ReadyResponse(BaseModel):
-    status: Literal["ready"]
-
-
-class ErrorDetail(BaseModel):
-    code: str = Field(examples=["image_unreadable"])
-    message: str = Field(examples=["the image is empty (0 bytes)."])
-    request_id: str = Field(examples=["5f1f8a0f6f6f4e0c9f0e6d5c4b3a2918"])
-
-
-class ErrorResponse(BaseModel):
-    error: ErrorDetail
-
-
 Parameters = TypeVar("Parameters", bound=BaseModel)
 
 EXPECTED = {
+    "model": "the name of a model, as in /v1/models",
+    "version": "a version of the model, as in /v1/models",
     "hide": "a list of patch numbers, row by row from 0",
     "fill": "mean, zero or blur",
     "top": "an integer, 1 or more",
@@ -215,6 +92,7 @@ STATUS_DESCRIPTIONS = {
     401: "The token is missing or wrong.",
     403: "A page of another site sent the request.",
     404: "Not found.",
+    406: "The client does not accept JSON.",
     408: "The body did not arrive in time.",
     413: "Too many bytes, pixels, images or parameter values.",
     415: "Unsupported content type or encoding.",
@@ -264,9 +142,18 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorResponse, "description": STATUS_DESCRIPTIONS[status]} for status in statuses}
 
 
-def constrain_to_model(properties: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
-    """JSON schemas of parameters, restricted to the patches, layers, methods and classes of the model."""
+def constrain_to_models(properties: dict[str, Any], models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """JSON schemas of parameters, restricted to the loaded models; with one model, also to its patches and classes."""
     adapted = copy.deepcopy(properties)
+    if "model" in adapted:
+        adapted["model"]["anyOf"][0] |= {"enum": list(dict.fromkeys(model["name"] for model in models))}
+        adapted["version"]["anyOf"][0] |= {"enum": list(dict.fromkeys(model["version"] for model in models))}
+        del adapted["version"]["anyOf"][1]  # a number is understood too
+    return _constrain_to_model(adapted, models[0]) if len(models) == 1 else adapted
+
+
+def _constrain_to_model(adapted: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """JSON schemas of parameters, restricted to the patches, layers, methods and classes of the model."""
     if "hide" in adapted:
         patches = model["grid"]["rows"] * model["grid"]["columns"]
         adapted["hide"]["items"] |= {"minimum": 0, "maximum": patches - 1}
@@ -288,16 +175,18 @@ def constrain_to_model(properties: dict[str, Any], model: dict[str, Any]) -> dic
     return adapted
 
 
-def post_operation(values: type[BaseModel], multiple_images: bool, model: dict[str, Any]) -> dict[str, Any]:
+def post_operation(
+    values: type[BaseModel], multiple_images: bool, models: Sequence[dict[str, Any]], max_images: int
+) -> dict[str, Any]:
     """OpenAPI parameters and request body of a POST route: raw image, form or JSON, each with the same parameters."""
-    properties = constrain_to_model(values.model_json_schema()["properties"], model)
+    properties = constrain_to_models(values.model_json_schema()["properties"], models)
     image = {"type": "string", "format": "binary"}
     text = {"type": "string", "format": "byte", "contentEncoding": "base64"}
     many = {
         "type": "array",
         "items": image,
         "minItems": 1,
-        "maxItems": model["limits"]["max_images"] if multiple_images else 1,
+        "maxItems": max_images if multiple_images else 1,
     }
     plain = {name: _without_null(schema) for name, schema in properties.items()}
     encoding = {name: {"contentType": ", ".join(IMAGE_TYPES)} for name in IMAGE_FIELDS}
@@ -335,10 +224,23 @@ def _object_schema(name: str, images: dict[str, Any], values: dict[str, Any]) ->
     }
 
 
+def model_query(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """OpenAPI parameters of a GET route that describes a model."""
+    properties = constrain_to_models(ModelParameters.model_json_schema()["properties"], models)
+    chosen = {name: properties[name] for name in ModelParameters.model_fields}
+    return {"parameters": [_query_parameter(name, schema) for name, schema in chosen.items()]}
+
+
 def add_examples(described: dict[str, Any], model: dict[str, Any]) -> None:
     """Fill the examples of /openapi.json with the name, classes and sizes of this model."""
     labels = model["labels"] or ["class 0"]
-    own = {"model": model["name"], "engine": model["engine"], "label": labels[0], "index": 0}
+    own = {
+        "model": model["name"],
+        "version": model["version"],
+        "engine": model["engine"],
+        "label": labels[0],
+        "index": 0,
+    }
     own |= model["grid"] | {"num_heads": model["num_heads"], "prefix_tokens": model["prefix_tokens"]}
     schemas = described["components"]["schemas"]
     for schema in schemas.values():

@@ -31,9 +31,9 @@ SECURITY_HEADERS = {
 }
 """Headers of every response: no content from other sites, no inline scripts, no framing."""
 RAW_SECURITY_HEADERS = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
-PUBLIC_PATHS = ("/", "/docs", "/healthz", "/readyz")
-PUBLIC_PREFIXES = ("/static/", "/samples/")
-"""Paths that need no token: the probes, and the pages, which ask the user for the token."""
+PUBLIC_PATHS = ("/", "/docs", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/ping")
+PUBLIC_PREFIXES = ("/static/", "/samples/", "/admin/")
+"""Paths that need no token: the probes, the pages, which ask the user for it, and /admin, which has its own."""
 TOKEN_PATTERN = re.compile(r"[\x21-\x7e]+")
 LOOPBACK_HOST = re.compile(r"localhost|127(\.\d{1,3}){3}|\[::1\]")
 """Host names of loopback, which DNS rebinding cannot use."""
@@ -96,11 +96,11 @@ class SecurityMiddleware:
         except Exception as error:
             if status:
                 raise
-            await self._send_error(error, send_with_headers)
+            await self._send_error(error, scope["path"], send_with_headers)
         finally:
             route = _route_path(scope, self.routes)
-            self.metrics.requests.labels(route, str(status)).inc()
-            self.metrics.request_seconds.labels(route).observe(record.seconds)
+            model = scope.get("state", {}).get("model", ("", ""))
+            self.metrics.record_request(route, status, record.seconds, model)
             self.access.finish(record, scope, method, route, status or CLIENT_CLOSED)
             current.reset(context)
 
@@ -147,14 +147,14 @@ class SecurityMiddleware:
                 403, "cross_site_request", "the request comes from a page of another site, which is not allowed."
             )
 
-    async def _send_error(self, error: Exception, send: Send) -> None:
+    async def _send_error(self, error: Exception, path: str, send: Send) -> None:
         if not isinstance(error, RequestError):
             log.error("unexpected error in a request", exc_info=error)
             error = RequestError(500, "internal_error", "internal error; the server has logged it.")
         self.metrics.errors.labels(error.code).inc()
         headers = {"Content-Type": "application/json", **error.headers}
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        body = error.body()
+        body = error.body(path)
         raw.append((b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.start", "status": error.status, "headers": raw})
         await send({"type": "http.response.body", "body": body})

@@ -15,7 +15,7 @@ from vitrail.explain.occlusion import GRID, grid_of
 from vitrail.explain.steps import supported_methods
 from vitrail.inference import run_network
 from vitrail.model import Model
-from vitrail.models import ViT
+from vitrail.models import BiT, ViT
 from vitrail.weights.archive import unmap_weights
 
 # B images, H W C pixels
@@ -58,6 +58,16 @@ class ServedModel:
         return self.model is not None or self.outputs_features
 
     @property
+    def feature_dimension(self) -> int:
+        """Number of features of an image; -1 if the config does not state it."""
+        config = self.info.config
+        if self.outputs_features and config.num_classes:
+            return config.num_classes
+        if self.model is not None and isinstance(self.model.net, BiT):
+            return self.model.net.norm.weight.shape[0]
+        return getattr(config, "pooled_width", -1)
+
+    @property
     def input_shape(self) -> tuple[int, int, int]:
         """H, W, C of the engine's input."""
         return (*pair(self.info.preprocess.image_size), self.info.preprocess.channels)
@@ -91,6 +101,11 @@ class ServedModel:
         if self.model is not None:
             return sum(p.numel() for p in self.model.net.parameters())
         return self.engine.metadata.parameters if isinstance(self.engine, FileEngine) else None
+
+    def computes_like(self, other: ServedModel) -> bool:
+        """Whether both have the same architecture, input and engine, so that a batch takes the same time."""
+        same = [(one.info.config, one.input_shape, one.engine.name, one.engine.precision) for one in (self, other)]
+        return same[0] == same[1]
 
     def describe_engine(self, cores: int) -> str:
         """Engine, precision and device, such as `openvino in int8, 2 cores`."""

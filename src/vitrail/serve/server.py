@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -28,8 +29,9 @@ from vitrail.errors import ConfigError
 from vitrail.runtime.cores import usable_cores
 from vitrail.serve.access import AccessConfig
 from vitrail.serve.connections import limited_protocol
-from vitrail.serve.limits import Limits, divide_cores
+from vitrail.serve.limits import BatchingConfig, Limits, divide_cores
 from vitrail.serve.served_model import ServedModel
+from vitrail.serve.version_loader import ModelsConfig
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DUPLICATE_SIGNAL_S = 0.3
@@ -67,6 +69,8 @@ class ServerConfig:
     access: AccessConfig = field(default_factory=AccessConfig)
     drain_delay: float = 0.5
     """Seconds between /readyz returning 503 and closing the socket."""
+    models: ModelsConfig | None = None
+    """Folder of models to watch, instead of one model."""
     shutdown_timeout: int = 30
     """Seconds for open requests to finish after that."""
 
@@ -94,9 +98,7 @@ class Server(uvicorn.Server):  # type: ignore[misc]
 
     async def on_tick(self, counter: int) -> bool:
         now = time.monotonic()
-        if self.started_at and (
-            self.config.app.state.service.batcher.ready or now > self.started_at + WARM_UP_TIMEOUT_S
-        ):
+        if self.started_at and (self.config.app.state.service.is_ready or now > self.started_at + WARM_UP_TIMEOUT_S):
             self.started_at = 0.0
             self.on_started()
         if self.drain_requested_at is not None:
@@ -221,22 +223,39 @@ def serve_in_process(
     limit_pillow_pixels(settings.limits.max_pixels)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs every damaged form
-    served = loader()
     limits, backlog = fit_open_files(settings.limits)
-    work = divide_cores(settings.cores, served.parallel_batches, **settings.batching)
-    app = create_app(served, limits, work, settings.token, settings.hosts, settings.access)
+    batching_for = partial(_batching_for, settings)
+    served = loader() if settings.models is None else ()
+    app = create_app(
+        served,
+        limits,
+        batching_for(served or None),
+        settings.token,
+        settings.hosts,
+        settings.models,
+        batching_for,
+        settings.access,
+    )
+    service = app.state.service
 
     def report_started() -> None:
-        started(
-            served.name,
-            f"{served.describe_engine(settings.cores)}, batches of up to {app.state.service.batcher.batch_size}",
-        )
+        if settings.models is not None:
+            names = ", ".join(f"{version.name} {version.version}" for version in service.registry)
+            started(names or "no model yet", f"{settings.cores} cores, models of {settings.models.folder}")
+            return
+        engine = service.default.served.describe_engine(settings.cores)
+        started(service.default.name, f"{engine}, batches of up to {service.default.batcher.batch_size}")
 
     config = uvicorn_config(app, backlog=backlog, timeout_graceful_shutdown=settings.shutdown_timeout)
     server = Server(config, settings, report_started, stopping, worker=on_created is not None)
     if on_created is not None:
         on_created(server)
     server.run([sock])
+
+
+def _batching_for(settings: ServerConfig, served: ServedModel | None) -> BatchingConfig:
+    """Queues and threads of a model; None: of the service itself."""
+    return divide_cores(settings.cores, served is None or served.parallel_batches, **settings.batching)
 
 
 def uvicorn_config(app: Any, **options: Any) -> uvicorn.Config:
