@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,21 @@ TARGET_LABELS = {"instance", "job", "namespace", "pod", "le"}
 """Labels that Prometheus adds, and that of histogram buckets."""
 
 
+@cache
+def service_app() -> Any:
+    need_extra("serve")
+    from serving import served
+
+    from vitrail.serve.app import create_app
+
+    return create_app(served())
+
+
 def exported_metrics() -> dict[str, set[str]]:
     """Sample name -> labels, of every metric of the service."""
-    need_extra("serve")
-    from vitrail.serve.prometheus_metrics import Metrics
-
+    registry = service_app().state.service.metrics.registry
     metrics: dict[str, set[str]] = {}
-    for collector in set(Metrics().registry._names_to_collectors.values()):
+    for collector in set(registry._names_to_collectors.values()):
         for family in collector.describe() if hasattr(collector, "describe") else ():
             suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}[family.type]
             metrics |= {family.name + suffix: set(collector._labelnames) for suffix in suffixes}
@@ -79,12 +88,7 @@ def test_every_label_in_a_query_is_one_of_its_metric() -> None:
 
 def test_routes_in_queries_exist() -> None:
     """Each alternative of a route's pattern matches a route of the service."""
-    need_extra("serve")
-    from serving import served
-
-    from vitrail.serve.app import create_app
-
-    paths = [route.path for route in create_app(served()).routes]
+    paths = [route.path for route in service_app().routes]
     for where, query in queries():
         for pattern in re.findall(r"route=~\"([^\"]+)\"", query):
             assert any(re.fullmatch(pattern, path) for path in paths), (where, pattern)
@@ -102,14 +106,9 @@ def test_kustomization_lists_every_manifest() -> None:
 
 
 def test_probes_and_ports_are_those_of_the_service() -> None:
-    need_extra("serve")
-    from serving import served
-
-    from vitrail.serve.app import create_app
-
     pod = yaml.safe_load((DEPLOY / "kubernetes/deployment.yaml").read_text())["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    paths = {route.path for route in create_app(served()).routes}
+    paths = {route.path for route in service_app().routes}
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["path"] in paths
     assert container["ports"][0]["containerPort"] == int(dockerfile_environment()["VITRAIL_PORT"])
