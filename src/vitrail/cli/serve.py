@@ -35,9 +35,12 @@ def serve(
     ] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help="Same as the argument.")] = None,
     host: Annotated[
-        str, typer.Option(metavar="NAME", help="Address to listen on; 0.0.0.0 for all interfaces.")
+        str,
+        typer.Option(envvar="VITRAIL_HOST", metavar="NAME", help="Address to listen on; 0.0.0.0 for all interfaces."),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 for any free port.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, envvar="VITRAIL_PORT", metavar="N", help="Port; 0 for any free port.")
+    ] = 8000,
     workers: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of processes, each with its own copy of the model.")
     ] = 1,
