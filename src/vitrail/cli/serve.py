@@ -75,9 +75,9 @@ def serve(
         ),
     ] = 4.0,
     labels: LabelFile = None,
-    folder: ModelFolderOptions = ModelFolderOptions(),  # noqa: B008
+    folder: ModelFolderOptions = ModelFolderOptions(),
     loading: LoadOptions = LoadOptions(),
-    access: AccessOptions = AccessOptions(),  # noqa: B008
+    access: AccessOptions = AccessOptions(),
 ) -> None:
     """Serve a model over HTTP: predictions, features, explanations, and the explorer page."""
     if source is not None and model is not None:
