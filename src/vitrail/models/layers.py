@@ -119,12 +119,17 @@ class Attention(nn.Module):
         qk_transform: QKTransform | None = None,
         weights_out: list[Tensor] | None = None,
         dropout_seeds: Tensor | None = None,
+        num_queries: int | None = None,
     ) -> Tensor:
-        """`weights_out` receives the attention weights, B H N N; `dropout_seeds`, B int64, seed the final dropout."""
+        """`weights_out` receives the attention weights, B H N N; `dropout_seeds`, B int64, seed the final dropout.
+
+        With `num_queries` only the first tokens attend, to all: B num_queries D.
+        """
         qkv = apply_linear(self.qkv, x)  # B N 3D
         rate = self.attention_dropout if self.training else 0.0
         if (
-            not self.has_qk_norm
+            num_queries is None
+            and not self.has_qk_norm
             and qk_transform is None
             and weights_out is None
             and not rate
@@ -136,6 +141,8 @@ class Attention(nn.Module):
             q, k, bias = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), None
             if qk_transform is not None:
                 q, k, bias = qk_transform(q, k)
+            if num_queries is not None:
+                q, bias = q[:, :, :num_queries], None if bias is None else bias[:, :, :num_queries]
             x = attend(q, k, v, bias=bias, dropout=rate, weights_out=weights_out)  # B H N K
             x = x.transpose(1, 2).flatten(2)  # B N D
         return drop.dropout(apply_linear(self.out, x), self.dropout if self.training else 0.0, dropout_seeds)
@@ -230,9 +237,12 @@ class Block(nn.Module):
         qk_transform: QKTransform | None = None,
         weights_out: list[Tensor] | None = None,
         seeds: Tensor | None = None,
+        num_outputs: int | None = None,
     ) -> Tensor:
+        """With `num_outputs` only the first tokens of the result are computed: B num_outputs D."""
         attention_seeds, hidden_seeds, mlp_seeds, path1, path2 = (None,) * 5 if seeds is None else seeds.unbind()
-        y = self.attention(self.norm1(x), qk_transform, weights_out, attention_seeds)
+        y = self.attention(self.norm1(x), qk_transform, weights_out, attention_seeds, num_outputs)
+        x = x if num_outputs is None else x[:, :num_outputs]
         x = x + self.scale_and_drop(y, self.scale1, path1)
         y = self.mlp(self.norm2(x), hidden_seeds, mlp_seeds)
         return x + self.scale_and_drop(y, self.scale2, path2)
