@@ -1,4 +1,4 @@
-"""The last block of a network that pools its class token computes that token only; the logits are those of all tokens."""
+"""The last block of a network that pools its class token computes that token only, and the logits stay the same."""
 
 from __future__ import annotations
 

@@ -187,8 +187,9 @@ class ViT(BaseNet):
     ) -> Tensor:
         """Run all blocks, or the first `num_blocks`: B T D -> B T D.
 
-        With `num_outputs` the last block computes the first tokens only: B num_outputs D. `tokens_out` and `attention_out` receive the tokens and attention weights of the blocks in `keep_layers`;
-        None: of all blocks, and the input of the first block too.
+        With `num_outputs` the last block computes the first tokens only: B num_outputs D. `tokens_out` and
+        `attention_out` receive the tokens and attention weights of the blocks in `keep_layers`; None: of all blocks,
+        and the input of the first block too.
         """
         recompute = self.is_checkpointing() and attention_out is None
         sample_seeds = self.resolve_sample_seeds(x, sample_seeds)
