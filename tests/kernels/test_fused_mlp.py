@@ -20,6 +20,7 @@ from vitrail.kernels import choice, fused_mlp
 from vitrail.kernels.choice import Backend, backend_for, force, set_kernels
 from vitrail.kernels.fused_mlp import can_fuse, linear_gelu, linear_residual, mlp_reference
 from vitrail.kernels.gelu_polynomial import gelu_derivative
+from vitrail.kernels.packed_attention import packed_attention_reference
 from vitrail.models.layers import MLP, Block
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -93,6 +94,16 @@ def test_every_tiling_agrees(triton_products: ModuleType) -> None:
         triton_products.launch("gelu", x, weight, out, bias=bias, argument=argument, config=config)
         assert relative(argument, plain) <= 1e-6
         assert relative(out, F.gelu(plain)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("images", "tokens", "heads", "head_dim"), [(2, 37, 3, 16), (1, 16, 2, 32), (3, 5, 1, 16)])
+@pytest.mark.usefixtures("triton_products")
+def test_attention_agrees_with_torchs_tiling(images: int, tokens: int, heads: int, head_dim: int) -> None:
+    from vitrail.kernels.triton_attention import packed_attention
+
+    qkv = torch.randn(images, tokens, 3 * heads * head_dim)
+    for block in (16, 64):
+        assert relative(packed_attention(qkv, heads, block), packed_attention_reference(qkv, heads)) <= 1e-5
 
 
 def test_eight_bit_operands_are_scaled_by_row_and_the_result_by_one_number(triton_products: ModuleType) -> None:

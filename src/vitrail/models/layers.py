@@ -15,7 +15,12 @@ from vitrail.kernels.choice import Backend, Operation, backend_for
 from vitrail.kernels.fused_mlp import can_fuse, compute_dtype, fused_mlp, linear_gelu, linear_residual
 from vitrail.kernels.linear_gelu import can_fuse_linear_gelu, linear_gelu_tanh
 from vitrail.kernels.onednn_linear import apply_linear, project
-from vitrail.kernels.packed_attention import can_pack_attention, packed_attention
+from vitrail.kernels.packed_attention import (
+    can_pack_attention,
+    can_use_short_attention,
+    packed_attention,
+    short_attention,
+)
 from vitrail.models import drop
 
 # B images of C channels; N tokens; D width; H heads of K = D // H channels; M hidden width of the MLP
@@ -140,15 +145,11 @@ class Attention(nn.Module):
         """Attention without the output projection, B N D -> B N D."""
         qkv = apply_linear(self.qkv, x)  # B N 3D
         rate = self.attention_dropout if self.training else 0.0
-        if (
-            num_queries is None
-            and not self.has_qk_norm
-            and qk_transform is None
-            and weights_out is None
-            and not rate
-            and can_pack_attention(qkv)
-        ):
+        plain = not self.has_qk_norm and qk_transform is None and weights_out is None and num_queries is None
+        if plain and not rate and can_pack_attention(qkv):
             return packed_attention(qkv, self.num_heads)  # B N D
+        if plain and backend_for("attention", x.device) != "plain" and can_use_short_attention(qkv, self.num_heads):
+            return short_attention(qkv, self.num_heads)  # B N D
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
         q, k, bias = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), None
         if qk_transform is not None:
@@ -214,9 +215,9 @@ class MLP(nn.Module):
         """`hidden_seeds` and `output_seeds`, B int64, seed the dropout after the activation and after the output."""
         rate = self.dropout if self.training else 0.0
         if not rate and (backend := self.backend(x)) != "plain":
-            dtype, layers = compute_dtype(x), (self.up, self.down)
-            weights = (t.to(dtype) for layer in layers for t in (layer.weight, layer.bias))
-            return fused_mlp(x.to(dtype), *weights, backend)
+            dtype, up, down = compute_dtype(x), self.up, self.down
+            first = up.weight.to(dtype), up.bias.to(dtype)
+            return fused_mlp(x.to(dtype), *first, down.weight.to(dtype), down.bias.to(dtype), backend)
         if self.activation is gelu_tanh and can_fuse_linear_gelu(self.up, x):
             x = linear_gelu_tanh(x, self.up.weight, self.up.bias)  # B N M
         else:
