@@ -14,7 +14,9 @@ from vitrail.models.flops import count_flops, training_flops
 from vitrail.objectives import ClassifyObjective, LabelLoss
 from vitrail.training.optimizer import freeze
 
-TINY = ViTConfig(image_size=16, patch_size=4, num_classes=5, width=16, depth=3, num_heads=2, mlp_dim=32)
+TINY = ViTConfig(
+    image_size=16, patch_size=4, num_classes=5, width=16, depth=3, num_heads=2, mlp_dim=32, pool="gap"
+)  # all tokens of the last block count
 
 
 @pytest.mark.parametrize("train", ["all", "head", 0, 1, 3])

@@ -291,7 +291,7 @@ def test_the_folder_of_the_parents_model_does_not_change_the_digest():
 
 IGNORED = {
     "name", "device", "data.root", "data.workers", "checkpoint_every", "compile", "grad_accum_steps",
-    "gradient_checkpointing", "log_every", "parallel", "trackers", "callbacks",
+    "gradient_checkpointing", "kernels", "log_every", "parallel", "trackers", "callbacks",
 }  # fmt: skip
 """Settings without an influence on the result but for rounding."""
 

@@ -217,6 +217,9 @@ class TrainConfig(Config):
     compile: bool | Literal["graphs"] = False
     """Use torch.compile. graphs: with CUDA graphs, for models so small that kernel launches dominate; without a
     GPU, nothing is compiled."""
+    kernels: Literal["auto", "plain"] = "auto"
+    """auto: the kernels that were measured to be the fastest on this type of GPU, plain PyTorch on all others. plain:
+    PyTorch only."""
     gradient_checkpointing: bool = False
     """Gradient checkpointing: less memory, a third more time."""
     parallel: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"

@@ -48,6 +48,34 @@ def can_pack_attention(qkv: Tensor) -> bool:
     return plain and flash and 0 < qkv.shape[1] <= MAX_TOKENS and qkv.numel() > 0
 
 
+MAX_GPU_TOKENS = 256
+"""Of the kernel for GPUs, which holds the scores of a query with all keys in registers."""
+
+
+def short_attention(qkv: Tensor, num_heads: int) -> Tensor:
+    """`packed_attention_reference` by a kernel for GPUs, without gradients; requires `can_use_short_attention`."""
+    out: Tensor = torch.ops.vitrail.short_attention(qkv, num_heads)
+    return out
+
+
+def can_use_short_attention(qkv: Tensor, num_heads: int) -> bool:
+    """Whether `short_attention` applies: inference, few tokens, 16 bits, heads of 32, 64 or 128 channels."""
+    sizes = qkv.shape[1] <= MAX_GPU_TOKENS and qkv.shape[2] // 3 // num_heads in (32, 64, 128)
+    return sizes and qkv.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
+
+
+@torch.library.custom_op("vitrail::short_attention", mutates_args=())
+def _short_attention(qkv: Tensor, num_heads: int) -> Tensor:
+    from vitrail.kernels.triton_attention import packed_attention
+
+    return packed_attention(qkv, num_heads)
+
+
+@_short_attention.register_fake
+def _(qkv: Tensor, num_heads: int) -> Tensor:
+    return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3)
+
+
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, num_heads: int) -> Tensor:

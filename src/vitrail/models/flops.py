@@ -11,7 +11,8 @@ from vitrail.models import bit, build, hybrid, swin
 def count_flops(config: NetConfig, image_size: Pair | None = None) -> int:
     """FLOPs of a forward pass for one image: two per multiply-add of matrix products and convolutions.
 
-    Norms, activations and softmax are not counted, as in torch's FlopCounterMode.
+    Norms, activations and softmax are not counted, as in torch's FlopCounterMode. All tokens of all blocks count, as
+    in the literature; a network that pools its class token computes fewer in its last block.
     """
     size = pair(image_size if image_size is not None else config.image_size)
     if isinstance(config, BiTConfig):

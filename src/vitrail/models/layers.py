@@ -11,9 +11,16 @@ from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
 from vitrail.config.architecture import Activation
+from vitrail.kernels.choice import Backend, Operation, backend_for
+from vitrail.kernels.fused_mlp import can_fuse, compute_dtype, fused_mlp, linear_gelu, linear_residual
 from vitrail.kernels.linear_gelu import can_fuse_linear_gelu, linear_gelu_tanh
 from vitrail.kernels.onednn_linear import apply_linear, project
-from vitrail.kernels.packed_attention import can_pack_attention, packed_attention
+from vitrail.kernels.packed_attention import (
+    can_pack_attention,
+    can_use_short_attention,
+    packed_attention,
+    short_attention,
+)
 from vitrail.models import drop
 
 # B images of C channels; N tokens; D width; H heads of K = D // H channels; M hidden width of the MLP
@@ -119,26 +126,38 @@ class Attention(nn.Module):
         qk_transform: QKTransform | None = None,
         weights_out: list[Tensor] | None = None,
         dropout_seeds: Tensor | None = None,
+        num_queries: int | None = None,
     ) -> Tensor:
-        """`weights_out` receives the attention weights, B H N N; `dropout_seeds`, B int64, seed the final dropout."""
+        """`weights_out` receives the attention weights, B H N N; `dropout_seeds`, B int64, seed the final dropout.
+
+        With `num_queries` only the first tokens attend, to all: B num_queries D.
+        """
+        x = self.mix(x, qk_transform, weights_out, num_queries)
+        return drop.dropout(apply_linear(self.out, x), self.dropout if self.training else 0.0, dropout_seeds)
+
+    def mix(
+        self,
+        x: Tensor,
+        qk_transform: QKTransform | None = None,
+        weights_out: list[Tensor] | None = None,
+        num_queries: int | None = None,
+    ) -> Tensor:
+        """Attention without the output projection, B N D -> B N D."""
         qkv = apply_linear(self.qkv, x)  # B N 3D
         rate = self.attention_dropout if self.training else 0.0
-        if (
-            not self.has_qk_norm
-            and qk_transform is None
-            and weights_out is None
-            and not rate
-            and can_pack_attention(qkv)
-        ):
-            x = packed_attention(qkv, self.num_heads)  # B N D
-        else:
-            q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
-            q, k, bias = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), None
-            if qk_transform is not None:
-                q, k, bias = qk_transform(q, k)
-            x = attend(q, k, v, bias=bias, dropout=rate, weights_out=weights_out)  # B H N K
-            x = x.transpose(1, 2).flatten(2)  # B N D
-        return drop.dropout(apply_linear(self.out, x), self.dropout if self.training else 0.0, dropout_seeds)
+        plain = not self.has_qk_norm and qk_transform is None and weights_out is None and num_queries is None
+        if plain and not rate and can_pack_attention(qkv):
+            return packed_attention(qkv, self.num_heads)  # B N D
+        if plain and backend_for("attention", x.device) != "plain" and can_use_short_attention(qkv, self.num_heads):
+            return short_attention(qkv, self.num_heads)  # B N D
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
+        q, k, bias = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), None
+        if qk_transform is not None:
+            q, k, bias = qk_transform(q, k)
+        if num_queries is not None:
+            q, bias = q[:, :, :num_queries], None if bias is None else bias[:, :, :num_queries]
+        x = attend(q, k, v, bias=bias, dropout=rate, weights_out=weights_out)  # B H N K
+        return x.transpose(1, 2).flatten(2)  # B N D
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -195,12 +214,22 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, hidden_seeds: Tensor | None = None, output_seeds: Tensor | None = None) -> Tensor:
         """`hidden_seeds` and `output_seeds`, B int64, seed the dropout after the activation and after the output."""
         rate = self.dropout if self.training else 0.0
+        if not rate and (backend := self.backend(x)) != "plain":
+            dtype, up, down = compute_dtype(x), self.up, self.down
+            first = up.weight.to(dtype), up.bias.to(dtype)
+            return fused_mlp(x.to(dtype), *first, down.weight.to(dtype), down.bias.to(dtype), backend)
         if self.activation is gelu_tanh and can_fuse_linear_gelu(self.up, x):
             x = linear_gelu_tanh(x, self.up.weight, self.up.bias)  # B N M
         else:
             x = self.activation(apply_linear(self.up, x))  # B N M
         x = drop.dropout(x, rate, hidden_seeds)
         return drop.dropout(apply_linear(self.down, x), rate, output_seeds)
+
+    def backend(self, x: Tensor) -> Backend:
+        """The kernel for both layers with an exact GELU between them."""
+        operation: Operation = "mlp training" if torch.is_grad_enabled() else "mlp"
+        fits = self.activation is F.gelu and can_fuse(x, self.up, self.down)
+        return backend_for(operation, x.device) if fits else "plain"
 
 
 class Block(nn.Module):
@@ -230,17 +259,48 @@ class Block(nn.Module):
         qk_transform: QKTransform | None = None,
         weights_out: list[Tensor] | None = None,
         seeds: Tensor | None = None,
+        num_outputs: int | None = None,
     ) -> Tensor:
+        """With `num_outputs` only the first tokens of the result are computed: B num_outputs D."""
+        if weights_out is None and num_outputs is None and self._fuses_residuals(x):
+            return self._with_fused_residuals(x, qk_transform)
         attention_seeds, hidden_seeds, mlp_seeds, path1, path2 = (None,) * 5 if seeds is None else seeds.unbind()
-        y = self.attention(self.norm1(x), qk_transform, weights_out, attention_seeds)
+        y = self.attention(self.norm1(x), qk_transform, weights_out, attention_seeds, num_outputs)
+        x = x if num_outputs is None else x[:, :num_outputs]
         x = x + self.scale_and_drop(y, self.scale1, path1)
         y = self.mlp(self.norm2(x), hidden_seeds, mlp_seeds)
         return x + self.scale_and_drop(y, self.scale2, path2)
+
+    def _fuses_residuals(self, x: Tensor) -> bool:
+        """Whether the kernels add the residuals: inference, no LayerScale, no hooks."""
+        if torch.is_grad_enabled() or self.training or self.scale1 is not None or self.scale2 is not None:
+            return False
+        if any(m._forward_hooks or m._forward_pre_hooks for m in (self.attention, self.mlp)):
+            return False
+        fits = can_fuse(x, self.attention.out, self.mlp.down) and self.mlp.backend(x) != "plain"
+        return fits and backend_for("residual", x.device) != "plain"
+
+    def _with_fused_residuals(self, x: Tensor, qk_transform: QKTransform | None) -> Tensor:
+        dtype, mlp = compute_dtype(x), self.mlp
+        y = self.attention.mix(self.norm1(x), qk_transform)
+        x = add_linear(y, self.attention.out, x.to(dtype))
+        y = self.norm2(x).to(dtype)
+        y = linear_gelu(y.flatten(0, -2), mlp.up.weight.to(dtype), mlp.up.bias.to(dtype), mlp.backend(x))
+        return add_linear(y, mlp.down, x)
 
     def scale_and_drop(self, x: Tensor, scale: Tensor | None, seeds: Tensor | None) -> Tensor:
         """Apply LayerScale and stochastic depth to the output of a residual branch, B N D."""
         x = x if scale is None else (x * scale).to(x.dtype)  # under autocast the product is float32
         return drop.drop_path(x, self.drop_path if self.training else 0.0, seeds)
+
+
+def add_linear(x: Tensor, layer: nn.Linear, residual: Tensor) -> Tensor:
+    """layer(x) + residual in one kernel, in the residual's dtype and shape."""
+    dtype, width = residual.dtype, residual.shape[-1]
+    rows, bias = x.reshape(-1, x.shape[-1]).to(dtype), layer.bias.to(dtype)
+    backend = backend_for("residual", x.device)
+    out = linear_residual(rows, layer.weight.to(dtype), bias, residual.reshape(-1, width), backend)
+    return out.view(residual.shape)
 
 
 class AttentionPool(nn.Module):

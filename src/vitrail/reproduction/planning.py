@@ -15,7 +15,7 @@ from vitrail.reproduction.results import Results
 
 WITHOUT_EFFECT = (
     "name", "device", "data.root", "data.workers", "checkpoint_every", "compile", "grad_accum_steps",
-    "gradient_checkpointing", "log_every", "parallel", "trackers", "callbacks",
+    "gradient_checkpointing", "kernels", "log_every", "parallel", "trackers", "callbacks",
 )  # fmt: skip
 """Settings that may differ between two trials with the same result up to rounding."""
 

@@ -129,3 +129,16 @@ def foreach_lerp(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: floa
     if (fused := torch_attribute("_foreach_lerp")) is not None:
         return list(fused(tensors, ends, weight))
     return [tensor.lerp(end, weight) for tensor, end in zip(tensors, ends, strict=True)]
+
+
+ScaledProduct = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def scaled_mm() -> ScaledProduct | None:
+    """Product of 8-bit floats with scales, to bfloat16, on a GPU: (a, b, scales of a, scales of b, bias)."""
+    operator = torch_attribute("_scaled_mm")
+    if operator is None:
+        return None
+    return lambda a, b, scale_a, scale_b, bias: operator(
+        a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
+    )

@@ -24,8 +24,8 @@ RUNS = Path("runs")
 # Settings that may change when a run is resumed: logging and parallelism, nothing that changes its result.
 CHANGEABLE = (
     "checkpoint_every", "compile", "data.max_bad_fraction", "data.root", "data.skip_bad", "data.workers",
-    "device", "evaluate_every", "grad_accum_steps", "gradient_checkpointing", "log_every", "on_nan", "parallel",
-    "patience", "shard_size", "snapshot_every", "trackers", "callbacks",
+    "device", "evaluate_every", "grad_accum_steps", "gradient_checkpointing", "kernels", "log_every", "on_nan",
+    "parallel", "patience", "shard_size", "snapshot_every", "trackers", "callbacks",
 )  # fmt: skip
 LENGTH = ("duration", "schedule.cooldown", "augment.mix_off")
 """Settings that may also change if the run is made longer. The warm-up is not among them: it is over."""

@@ -26,6 +26,7 @@ from vitrail.errors import ConfigError, TrainError
 from vitrail.evaluation.accuracy import measure
 from vitrail.evaluation.masked_prediction import MaskedPredictionScores, measure_masked_prediction
 from vitrail.evaluation.scores import Scores
+from vitrail.kernels.choice import set_kernels
 from vitrail.models.flops import count_flops, training_flops
 from vitrail.objectives import DistillObjective, make_objective, requires_labels
 from vitrail.runtime import autocast, resolve_precision, warn_once
@@ -53,6 +54,7 @@ class Trainer:
         config = config.replace(precision=resolve_precision(config.precision, distributed.device))
         setup = replace(setup, config=config)
         self.setup, self.config, self.distributed, self.device = setup, config, distributed, distributed.device
+        set_kernels(config.kernels)
         self.autocast()  # fails early if the device does not support the precision
         self._warn_of_slow_precision()
         if config.patience is not None and setup.splits.eval_split == "test":
