@@ -136,20 +136,22 @@ class PlainAttention(Attention):
     scale: float
     """Scale of q that is not part of the weights."""
 
-    def forward(
+    def mix(
         self,
         x: Tensor,
         qk_transform: QKTransform | None = None,
         weights_out: list[Tensor] | None = None,
-        dropout_seeds: Tensor | None = None,
+        num_queries: int | None = None,
     ) -> Tensor:
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         q, k, bias = self.q_norm(q), self.k_norm(k), None  # each B H N K
         if qk_transform is not None:
             q, k, bias = qk_transform(q, k)
+        if num_queries is not None:
+            q, bias = q[:, :, :num_queries], None if bias is None else bias[:, :, :num_queries]
         logits = (q if self.scale == 1 else q * self.scale) @ k.transpose(-2, -1)  # B H N N
         weights = (logits if bias is None else logits + bias).softmax(-1)
-        return self.out((weights @ v).transpose(1, 2).flatten(2))
+        return (weights @ v).transpose(1, 2).flatten(2)
 
 
 @torch.no_grad()
