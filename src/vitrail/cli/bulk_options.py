@@ -75,9 +75,6 @@ class BulkOptions:
         }
 
 
-NO_BULK_OPTIONS = BulkOptions()
-
-
 def join_folders(options: BulkOptions, out: Path | None, task: str, given: Mapping[str, object]) -> BulkResult:
     """Join the folders of --join; `given`: options that do not go with it, and their values."""
     wrong = [name for name, value in {**given, "--shard": options.shard, "--on": options.on}.items() if value]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vitrail.cli.bulk_options import NO_BULK_OPTIONS, BulkOptions, join_folders, print_result, show_images
+from vitrail.cli.bulk_options import BulkOptions, join_folders, print_result, show_images
 from vitrail.cli.model_options import BatchSize, ModelSpec, model_source, open_model
 from vitrail.cli.option_groups import DataOptions, FeatureOptions, LoadOptions, with_option_groups
 from vitrail.cli.options import Json, parse_ints
@@ -30,7 +30,7 @@ def embed(
         str, typer.Option("--feature-dtype", metavar="TYPE", help="float32, or float16 for half the file size.")
     ] = ("float32"),
     normalize: Annotated[bool, typer.Option("--normalize", help="Scale each feature vector to length 1.")] = (False),
-    bulk: BulkOptions = NO_BULK_OPTIONS,
+    bulk: BulkOptions = BulkOptions(),
     batch_size: BatchSize = 64,
     loading: LoadOptions = LoadOptions(),
     as_json: Json = False,

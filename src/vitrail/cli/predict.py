@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.bulk_options import NO_BULK_OPTIONS, BulkOptions, join_folders, print_result, show_images
+from vitrail.cli.bulk_options import BulkOptions, join_folders, print_result, show_images
 from vitrail.cli.console import one_line, print_error, print_note, progress_bar
 from vitrail.cli.embed import check_out
 from vitrail.cli.model_options import BatchSize, LabelFile, ModelSpec, model_source, open_with_engine
@@ -76,7 +76,7 @@ def predict(
     device: DeviceOptions = DeviceOptions(),
     engine: EngineOptions = EngineOptions(),
     out: Out = None,
-    bulk: BulkOptions = NO_BULK_OPTIONS,
+    bulk: BulkOptions = BulkOptions(),
     as_json: Json = False,
     logits: Annotated[bool, typer.Option("--logits", help="With --json: include the logits.")] = False,
 ) -> None:
@@ -88,7 +88,7 @@ def predict(
     several machines can compute: --shard 1/8, or --on ray. The same command continues after an interruption.
     """
     options = {"labels": labels, **inputs.load_options, **checkpoint.load_options}  # checked before the images
-    if source.data is not None or bulk != NO_BULK_OPTIONS:
+    if source.data is not None or bulk != BulkOptions():
         if logits or images:
             raise ConfigError("--data SPEC writes the best classes; leave out IMAGE and --logits.")
         _predict_data(model, source, split, top, batch_size, out, bulk, options, engine, device, as_json)
