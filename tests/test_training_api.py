@@ -19,7 +19,7 @@ from vitrail.recipes import RECIPES
 from vitrail.recipes.finetune import paper_image_size
 from vitrail.report import write_report
 from vitrail.runs.run_folder import RunFolder, first_unused_folder, latest_run_folder
-from vitrail.training.runs import CHANGEABLE, _apply_overrides, _is_comparison, _resolve_recipe, finetune_config
+from vitrail.training.runs import CHANGEABLE, _apply_overrides, _is_comparison, finetune_config, resolve_recipe
 
 pytestmark = pytest.mark.usefixtures("quick_disk", "in_tmp_dir")
 
@@ -203,7 +203,7 @@ def test_identical_and_impossible_comparisons_are_skipped(caplog: pytest.LogCapt
     recipe = RECIPES["digits"]()
     assert _is_comparison(recipe, "model.position=none")
     assert not _is_comparison(recipe, "model.position=learned-1d")
-    assert not _is_comparison(_resolve_recipe("digits", None, "BiT-R50x1"), "model.position=none")
+    assert not _is_comparison(resolve_recipe("digits", None, "BiT-R50x1"), "model.position=none")
     assert "the comparison model.position=none is skipped: unknown setting 'model.position'" in caplog.text
     overrides = ["duration=2 steps", "model.position=none", "model.depth=1"]
     assert vitrail.train("digits", overrides=overrides, report=False).comparisons == ()

@@ -64,9 +64,9 @@ def test_attention_weights_are_stored_only_for_requested_layers(monkeypatch: pyt
     for block in net.blocks:
         original = block.attention.forward
 
-        def forward(x, qk_transform=None, weights_out=None, dropout_seeds=None, original=original):
+        def forward(x, qk_transform=None, weights_out=None, *others, original=original):
             stored.append(weights_out is not None)
-            return original(x, qk_transform, weights_out, dropout_seeds)
+            return original(x, qk_transform, weights_out, *others)
 
         monkeypatch.setattr(block.attention, "forward", forward)
     (got,) = AttentionIterator(net, images, layers=(2,))

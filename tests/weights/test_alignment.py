@@ -17,6 +17,7 @@ from training.small_runs import digits_config
 from vitrail.models import Net, build
 from vitrail.runtime.distributed import DistributedContext
 from vitrail.training.checkpointing import CheckpointManager, Progress
+from vitrail.training.final_model import WholeModel, final_model
 from vitrail.training.setup import prepare_run
 from vitrail.training.trainer import Trainer
 from vitrail.weights import checkpoint
@@ -168,10 +169,12 @@ def test_best_weights_of_a_resumed_run_are_aligned(tmp_path: Path) -> None:
     distributed = DistributedContext(torch.device("cpu"))
     trainer = Trainer(prepare_run(digits_config(), distributed), distributed)
     checkpoints = CheckpointManager(tmp_path, distributed)
-    expected = trainer.model_weights()
+    expected = trainer.network_tensors()
     checkpoints.save_best({"a": torch.ones(3)} | expected, Progress(step=1))  # misaligns the other tensors
     checkpoints.close()
-    best = CheckpointManager(tmp_path, distributed).read_best(1)
+    best = CheckpointManager(tmp_path, distributed).read_best(1, expected)
     assert best is not None
     assert misaligned(best)
-    assert misaligned(trainer.build_model({name: best[name] for name in expected}).state_dict()) == []
+    model = final_model(trainer, {name: best[name] for name in expected})
+    assert isinstance(model, WholeModel)
+    assert misaligned(model.net.state_dict()) == []

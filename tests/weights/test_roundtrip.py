@@ -117,7 +117,7 @@ TABLE: dict[str, tuple[Config, str, str]] = {
     "learned-2d": (vit(position="learned-2d"),                       "= . . . . . .", "learned-2d positions"),
     "relative": (vit(position="relative"),                           "= . . . . . .", "relative positions"),
     "sin-cos": (vit(position="sincos-2d"),                           "= . . . . ~ .", "sincos-2d positions"),
-    "rope": (vit(position="rope-2d"),                                "= . . . . . .", "rope-2d positions"),
+    "rope": (vit(position="rope-2d"),                                "= . . . . . .", "rope-2d|LayerScale"),
     "positions at every layer": (vit(position_at="layers"),          "= . . . . . .", "at (the|every) layer"),
     "one position for all layers": (vit(position_at="shared"),       "= . . . . . .", "at (the|every) layer"),
     # ResNets

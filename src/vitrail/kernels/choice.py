@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from vitrail.errors import ConfigError
+from vitrail.runtime import private_torch
 
 Operation = Literal["mlp", "mlp training", "residual", "attention"]
 Backend = Literal["plain", "triton", "quack"]
@@ -57,7 +58,7 @@ def backend_for(operation: Operation, device: torch.device) -> Backend:
     return _resolve(operation, device.type, device.index)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@private_torch.constant_when_compiled
 def _resolve(operation: Operation, device_type: str, index: int | None) -> Backend:
     if operation in _forced:
         return _forced[operation]

@@ -60,7 +60,9 @@ def linear_residual(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, b
 
 def can_fuse(x: Tensor, *layers: nn.Module) -> bool:
     """Whether the kernels apply: many bfloat16 rows on a GPU, layers with biases, aligned widths and no hooks."""
-    if x.device.type != "cuda" or compute_dtype(x) != torch.bfloat16 or x.shape[:-1].numel() < MIN_ROWS:
+    if not isinstance(x, Tensor) or x.device.type != "cuda":  # torch.fx passes what is not a tensor
+        return False
+    if compute_dtype(x) != torch.bfloat16 or x.shape[:-1].numel() < MIN_ROWS:
         return False
     return all(_is_plain(layer) for layer in layers)
 

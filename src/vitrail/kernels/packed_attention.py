@@ -60,8 +60,10 @@ def short_attention(qkv: Tensor, num_heads: int) -> Tensor:
 
 def can_use_short_attention(qkv: Tensor, num_heads: int) -> bool:
     """Whether `short_attention` applies: inference, few tokens, 16 bits, heads of 32, 64 or 128 channels."""
+    if torch.is_grad_enabled() or not isinstance(qkv, Tensor):  # torch.fx passes what is not a tensor
+        return False
     sizes = qkv.shape[1] <= MAX_GPU_TOKENS and qkv.shape[2] // 3 // num_heads in (32, 64, 128)
-    return sizes and qkv.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
+    return sizes and qkv.dtype in (torch.bfloat16, torch.float16)
 
 
 @torch.library.custom_op("vitrail::short_attention", mutates_args=())

@@ -148,7 +148,7 @@ class Attention(nn.Module):
         plain = not self.has_qk_norm and qk_transform is None and weights_out is None and num_queries is None
         if plain and not rate and can_pack_attention(qkv):
             return packed_attention(qkv, self.num_heads)  # B N D
-        if plain and backend_for("attention", x.device) != "plain" and can_use_short_attention(qkv, self.num_heads):
+        if plain and can_use_short_attention(qkv, self.num_heads) and backend_for("attention", x.device) != "plain":
             return short_attention(qkv, self.num_heads)  # B N D
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
         q, k, bias = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), None

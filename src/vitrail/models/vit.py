@@ -71,7 +71,7 @@ class ViT(BaseNet):
     def forward(self, images: Tensor, sample_seeds: Tensor | None = None) -> Tensor:
         sample_seeds = self.resolve_sample_seeds(images, sample_seeds)
         x, grid = self.embed(images, sample_seeds)  # B T D
-        x = self.encode(x, grid, sample_seeds=sample_seeds, num_outputs=self._num_pooled())  # B T D, or the pooled ones
+        x = self.encode(x, grid, sample_seeds=sample_seeds, num_outputs=self._num_pooled(images))  # B T D or B P D
         return self.classify(*self.pool_tokens(self.norm_before_pool(x)))  # B num_classes
 
     def features(
@@ -350,16 +350,17 @@ class ViT(BaseNet):
         height, width = pair(self.config.patch_size)
         return images[:, :, : images.shape[2] // height * height, : images.shape[3] // width * width]
 
-    def _num_pooled(self) -> int | None:
+    def _num_pooled(self, images: Tensor) -> int | None:
         """Number of leading tokens that the logits depend on; None: all.
 
         Only they leave the last block, which takes a fourteenth of the FLOPs off a ViT-B/16. Hooks in that block or
-        after it see all tokens, and dropout of the attention weights draws the same random numbers as for all.
+        after it and graphs of torch.fx see all tokens, and dropout of the attention weights draws the same random
+        numbers as for all.
         """
         config, observed = self.config, (*self.blocks[-1:].modules(), self.norm)
         if config.pool != "token" or (self.training and config.attention_dropout) or not self.blocks:
             return None
-        if any(m._forward_hooks or m._forward_pre_hooks for m in observed):
+        if isinstance(images, Proxy) or any(m._forward_hooks or m._forward_pre_hooks for m in observed):
             return None
         return 2 if config.distilled else 1
 

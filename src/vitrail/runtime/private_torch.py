@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 @cache
@@ -49,6 +51,15 @@ def has_hooks(module: nn.Module) -> bool:
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     global_hooks = torch_attribute("nn.modules.module._has_any_global_hook")
     return any(own) or global_hooks is None or bool(global_hooks())
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """Decorator: torch.compile calls the function once and keeps its result.
+
+    As `torch.compiler.assume_constant_result`, which imports the compiler. Without it the function is compiled, too.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def raise_recompile_limit(limit: int) -> None:
