@@ -17,6 +17,7 @@ def test_list_names_every_experiment_with_claim_cost_and_result(vitrail):
     assert all(entry[field] for entry in entries for field in ("claim", "source", "cost", "result"))
     table = vitrail("reproduce", "--list").out
     assert all(name in table for name in EXPERIMENTS)
+    assert "✓ Positions matter" in table
 
 
 def test_dry_run_states_the_plan_and_writes_nothing(vitrail, tmp_path):
