@@ -203,7 +203,7 @@ def similar(
     reason += f" ({POINTS.number(excess.low)} to {POINTS.number(excess.high)}, {excess.count} seeds)"
     if all(each.high < 0 for each in known.values()):
         if missing := [arm for arm in arms if arm not in found]:
-            return Verdict(claim, "undecided", f"{reason}; not finished: {', '.join(missing)}.")
+            return Verdict(claim, "undecided", f"{reason}; not finished: {_quoted(missing)}.")
         return Verdict(claim, "holds", f"{reason}{', and below zero in all pairs' * (num_pairs > 1)}.")
     strict = [results.contrast(weights, confidence=1 - 0.05 / num_pairs) for weights in pairs.values()]
     if any(each.low > 0 for each in strict if each is not None):

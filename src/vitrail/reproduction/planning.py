@@ -166,7 +166,7 @@ def fit_budget(plan: Plan, seconds: float, cost: Callable[[Plan], float]) -> tup
         fewer = replace(candidates[0], arms=_with_parents(plan.arms[:count], plan.arms))
         if cost(fewer) <= seconds:
             names = {arm.name for arm in fewer.arms}
-            without = ", ".join(arm.name for arm in plan.arms if arm.name not in names)
+            without = ", ".join(f"“{arm.name}”" for arm in plan.arms if arm.name not in names)
             return fewer, f"1 learning rate, 1 seed; without {without}"
     first = replace(candidates[0], arms=_with_parents(plan.arms[:1], plan.arms))
     raise ConfigError(

@@ -323,12 +323,14 @@ def _prepare_folder(folder: Path, parent: str) -> None:
         note.write_text(parent, encoding="utf-8")
 
 
-def _check_settings(path: Path, result: TrialResult, arms: Mapping[str, Arm]) -> None:
+def _check_settings(
+    path: Path, result: TrialResult, arms: Mapping[str, Arm], remedy: str = "choose another folder with --out"
+) -> None:
     arm = arms.get(result.arm)
     if arm is None or result.settings != settings_digest(Trial(arm=arm, lr=result.lr, seed=result.seed)):
         raise TrainError(
             f"{path} is the result of other settings (another version of the experiment, other data or overrides); "
-            "choose another folder with --out."
+            f"{remedy}."
         )
 
 
@@ -342,7 +344,7 @@ def join_trials(sources: Sequence[str | Path], folder: Path, arms: Sequence[Arm]
         found |= {path: result for path in paths if (result := read_result(path)) is not None}
     by_name = {arm.name: arm for arm in arms}
     for path, result in found.items():
-        _check_settings(path, result, by_name)
+        _check_settings(path, result, by_name, "join folders of the same command only")
     for path, result in found.items():
         run, target = path.with_suffix(""), folder / "trials" / path.name
         if not target.exists():
