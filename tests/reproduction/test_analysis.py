@@ -134,7 +134,7 @@ def test_similarity_says_its_numbers():
 
 def test_arms_that_are_not_finished_may_still_differ():
     found = similarity({"a": 0.8, "b": 0.8, "z": 0.65})
-    assert (found.outcome, found.reason.endswith("; not finished: c.")) == (OPEN, True)
+    assert (found.outcome, found.reason.endswith("; not finished: “c”.")) == (OPEN, True)
     assert similarity({"a": 0.8, "b": 0.9, "z": 0.65}).outcome == FAILS
 
 

@@ -25,6 +25,7 @@ def made_up(score: Callable[[str, float], float], seeds: int = 3, skip: str = "n
             test=score(str(arm.factors["network"]), (arm.config.data.fraction_range[1]))
             + 0.002 * seed * (arm.factors["network"] == VIT),
             measures={"5-shot": 0.4},
+            images=39 * BATCH_SIZES["tiny"],
             flops=5_000_000,
             parameters=100_000,
         )
@@ -98,6 +99,8 @@ def test_verdicts_flip_with_the_curves():
     swapped = {VIT: RESNET, RESNET: VIT, HYBRID: HYBRID}
     results = made_up(lambda family, fraction: papers_curves(swapped[family], fraction))
     assert outcomes(results)[:3] == ["does not hold"] * 3
+    steps = [verdict.reason.partition("of so few images are ")[2] for verdict in analyze(results).verdicts[:2]]
+    assert steps == ["", "39 steps, in which neither network may learn much."]
 
 
 def test_an_advantage_that_grows_does_not_shrink():

@@ -16,6 +16,7 @@ from vitrail.config import BiTConfig, ViTConfig
 from vitrail.data.sources import open_source_splits
 from vitrail.evaluation.evaluate import evaluate
 from vitrail.model import Model
+from vitrail.reproduction.analysis import Table
 from vitrail.reproduction.arm import SCALES, Arm, Scale, Trial
 from vitrail.reproduction.experiments.distillation import (
     BIT,
@@ -23,6 +24,7 @@ from vitrail.reproduction.experiments.distillation import (
     DISTILL_HEAD,
     HARD,
     NONE,
+    PUBLISHED,
     SOFT,
     STUDENTS,
     TOKEN,
@@ -164,6 +166,24 @@ def test_the_teachers_accuracies_are_stated_with_the_verdict_on_them():
     reason = analyze(made_up(AS_PUBLISHED, HEADS)).verdicts[5].reason
     assert "BiT 82.00, weaker BiT 75.00, ViT 72.20 %" in reason
     assert "teachers: weaker BiT 75.00, ViT 72.20 %" in analyze(made_up(AS_PUBLISHED, HEADS)).verdicts[6].reason
+
+
+def test_a_convnet_that_is_far_behind_is_no_teacher_of_deits():
+    tests = {**AS_PUBLISHED, teacher_name(WEAK_BIT): 0.5, student_name(VIT, TOKEN): 0.9}
+    reason = analyze(made_up(tests, HEADS)).verdicts[6].reason
+    assert "is 22.20 points below the ViT's; that of the weakest one in DeiT's Table 2 is 1.8 below." in reason
+    tests = {**AS_PUBLISHED, student_name(VIT, TOKEN): 0.9}
+    assert "below" not in analyze(made_up(tests, HEADS)).verdicts[6].reason
+
+
+@pytest.mark.parametrize(("scale", "model"), [("tiny", "DeiT-Ti"), ("gpu", "DeiT-Ti"), ("paper", "DeiT-S")])
+def test_deits_own_numbers_are_those_of_the_paper_s_student(scale: Scale, model: str):
+    table = analyze(Results(arms(scale), scale, ())).blocks[1]
+    assert isinstance(table, Table)
+    assert table.columns[-3:] == [f"{model} on ImageNet{head}" for head in ("", ", class head", ", distillation head")]
+    shown = {row[0]: tuple(row[-3:]) for row in table.rows}
+    assert shown[student_name(BIT, TOKEN)] == PUBLISHED[model][TOKEN]
+    assert shown[student_name(VIT, TOKEN)] == (None, None, None)
 
 
 def test_the_analysis_needs_no_finished_run():

@@ -247,7 +247,7 @@ EXTRA: dict[str, list[Callable[[Trials], Pool]]] = {
             {**dict.fromkeys(positions.PAPERS_KINDS, 1 / 3), positions.NONE: -1},
         )
     ],
-    "resolution": [excesses([resolution.RESAMPLES], {resolution.DEFAULT: 1, resolution.CORNER: -1})],
+    "resolution": [excesses([resolution.CONVENTIONS], {resolution.DEFAULT: 1, resolution.CORNER: -1})],
     "self-supervision": [
         excesses(
             [[f"{target}, 100 %" for target in self_supervision.TARGETS]],

@@ -11,6 +11,7 @@ from reproduction.synthetic import make_result
 
 from vitrail.config import DataConfig, ViTConfig, steps
 from vitrail.models import ViT
+from vitrail.reproduction.analysis import Plot
 from vitrail.reproduction.arm import SCALES, Scale, Trial
 from vitrail.reproduction.experiments.lecture import (
     DEFAULT,
@@ -165,7 +166,7 @@ def made_up(scale: Scale, test: dict[str, float], **measures: float) -> Results:
     """Results with these accuracies, and numbers as the claims have them unless given."""
     values = {
         "accuracy, first": 0.68, "position-distance correlation, untrained": -0.1,
-        "position-distance correlation": -0.5,
+        "position-distance correlation": -0.5, "row and column share, untrained": 0.2, "row and column share": 0.5,
         "filter overlap": 0.7, "filter overlap, untrained": 0.25, "change overlap": 0.9, "change of filters": 0.5,
     } | {name.replace("_", " "): value for name, value in measures.items()}  # fmt: skip
     found = [
@@ -183,21 +184,32 @@ def outcomes(results: Results) -> list[str]:
 
 
 def test_the_lecture_s_claims_are_recognized():
-    assert outcomes(made_up("gpu", AS_CLAIMED)) == ["holds"] * 6
+    assert outcomes(made_up("gpu", AS_CLAIMED)) == ["holds"] * 7
 
 
 def test_each_claim_can_fail():
     assert outcomes(made_up("gpu", AS_CLAIMED | {DEFAULT: 0.95}))[0] == "does not hold"
     assert outcomes(made_up("gpu", AS_CLAIMED | {NO_POSITIONS: 0.99}))[1] == "does not hold"
     assert outcomes(made_up("gpu", AS_CLAIMED | {MEAN: 0.9}))[2] == "does not hold"
-    numbers = {"change_overlap": 0.1, "filter_overlap": 0.1}
+    numbers = {"change_overlap": 0.1, "filter_overlap": 0.1, "row_and_column_share": 0.1}
     results = made_up("gpu", AS_CLAIMED, **numbers, **{"position-distance correlation": 0.0})
-    assert outcomes(results)[3:] == ["does not hold"] * 3
+    assert outcomes(results)[3:] == ["does not hold"] * 4
+    assert "The border of MNIST's images is almost always empty" in analyze(results).verdicts[3].reason
 
 
 def test_the_structure_of_the_positions_is_compared_with_the_untrained_network_s():
     early = {"position-distance correlation, first": -0.6}  # most of the structure is there after the first snapshot
     assert outcomes(made_up("gpu", AS_CLAIMED, **early))[3] == "holds"
+
+
+def test_the_figure_of_accuracies_has_one_color_with_positions_and_one_without():
+    (plot,) = [b for b in analyze(made_up("gpu", AS_CLAIMED)).blocks if isinstance(b, Plot) and b.name == "accuracy"]
+    axes = plot.draw().axes[0]
+    rows = [label.get_text() for label in axes.get_yticklabels()]
+    dots = [line.get_color() for line in axes.get_lines() if line.get_marker() == "o"]
+    without = {color for row, color in zip(rows, dots, strict=True) if row.startswith("no positions")}
+    assert len(without) == 1
+    assert len(set(dots) - without) == 1
 
 
 def test_other_data_says_nothing_about_mnist():

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from reproduction.pages import read_html, read_markdown
-from reproduction.synthetic import make_arm, make_results
+from reproduction.synthetic import CONFIG, make_arm, make_results
 
+from vitrail.config import epochs, steps
 from vitrail.reproduction.analysis import Analysis, Metric, Paragraph, Plot, Table, Verdict
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.experiment_page import PageInfo, format_cell, write_page
@@ -106,12 +107,33 @@ def test_facts_state_runs_learning_rates_time_and_command(tmp_path: Path):
     facts = read_html(write(tmp_path, analysis(TABLE), command="vitrail reproduce small", left_out="arm c")).facts
     assert facts["Runs"] == "3 of 9; left out: arm c"
     assert "0.001, 0.003" in facts["Learning rates"]
+    assert "2 of 2 arms use the smallest or the largest rate of their list" in facts["Learning rates"]
     assert facts["Source"] == "Paper, Table 1"
     assert facts["Command"] == "vitrail reproduce small"
     assert facts["Time"].startswith("30 s in all runs together")
     assert facts["Versions"].endswith("1970-01-01")
     fixed = Results([make_arm("a")], "tiny", ())
     assert "Learning rates" not in read_html(write(tmp_path, analysis(TABLE), results=fixed)).facts
+
+
+def test_facts_state_every_duration_and_batch_size(tmp_path: Path):
+    short = CONFIG.replace(duration=steps(4), batch_size=64)
+    long = CONFIG.replace(duration=steps(1000), batch_size=256)
+    counted = CONFIG.replace(duration=epochs(3), batch_size=128)
+    for name, configs, expected in (
+        ("one", [short, short], "4 steps, batch size 64"),
+        ("range", [short, long, short], "4 to 1000 steps, batch size 64 to 256"),
+        ("units", [short, counted], "3 epochs or 4 steps, batch size 64 to 128"),
+    ):
+        results = Results([make_arm(f"arm {i}", config=config) for i, config in enumerate(configs)], "tiny", ())
+        facts = read_html(write(tmp_path / name, analysis(TABLE), results=results)).facts
+        assert facts["Scale"] == f"tiny: digits, {expected}"
+
+
+def test_no_arm_at_the_end_of_its_learning_rates_is_not_mentioned(tmp_path: Path):
+    arm = make_arm("a", (3e-3, 1e-3, 1e-2))
+    facts = read_html(write(tmp_path, analysis(TABLE), results=make_results([arm], {"a": [0.5]}))).facts
+    assert facts["Learning rates"].endswith("the test images are used for the final number only")
 
 
 def test_runs_that_diverged_are_named(tmp_path: Path):

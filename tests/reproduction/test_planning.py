@@ -189,7 +189,7 @@ def test_a_budget_is_never_exceeded_and_keeps_equal_numbers_of_rates(plan: Plan,
         assert cost_per_arm(replace(plan, seeds=1, max_rates=1)) > seconds
         assert (fitted.seeds, fitted.max_rates) == (1, 1)
         assert left_out is not None
-        missing = [arm.name for arm in plan.arms if arm.name not in names]
+        missing = [f"“{arm.name}”" for arm in plan.arms if arm.name not in names]
         assert left_out == f"1 learning rate, 1 seed; without {', '.join(missing)}"
     elif left_out is not None:  # further seeds only with all learning rates
         rates, seeds = len(fitted.rates(fitted.arms[0])), len(plan.rates(plan.arms[0]))
@@ -221,7 +221,7 @@ def test_a_budget_allows_all_rates_before_further_seeds():
     plan = Plan((make_arm("a", RATES), make_arm("b", RATES)), seeds=3)  # 6 runs for the rates, 2 for each further seed
     found = [fit_budget(plan, 10.0 * runs, cost_per_arm) for runs in (1, 2, 4, 6, 7, 8, 10)]
     assert [(fitted.num_trials, left_out) for fitted, left_out in found] == [
-        (1, "1 learning rate, 1 seed; without b"),
+        (1, "1 learning rate, 1 seed; without “b”"),
         (2, "1 of 3 learning rates, 1 of 3 seeds"),
         (4, "2 of 3 learning rates, 1 of 3 seeds"),
         (6, "3 of 3 learning rates, 1 of 3 seeds"),

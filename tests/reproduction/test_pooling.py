@@ -9,6 +9,7 @@ import pytest
 from reproduction.synthetic import make_result
 
 from vitrail.config import ViTConfig
+from vitrail.reproduction.analysis import Paragraph
 from vitrail.reproduction.arm import SCALES, Scale, Trial
 from vitrail.reproduction.experiments.pooling import (
     ATTENTION,
@@ -96,6 +97,17 @@ def test_a_rate_at_which_a_seed_diverges_is_compared_and_not_selected():
     key = next(k for k, trial in results.trials.items() if trial.arm == arm_name(MEAN, 1e-2) and trial.seed == 1)
     results.trials[key] = replace(results.trials[key], test=None, validation=None, diverged=True)
     assert (best_rate(results, TOKEN), best_rate(results, MEAN)) == (1e-2, RATES["tiny"][0])
+
+
+def test_runs_that_diverge_are_counted_in_the_remark_on_the_sweep():
+    results = made_up({TOKEN: 1e-2, MEAN: 1e-2, ATTENTION: 3e-3})
+    for key, trial in results.trials.items():
+        if trial.arm == arm_name(MEAN, 3e-2):
+            results.trials[key] = replace(trial, test=None, validation=None, diverged=True)
+    (remark,) = [block.text for block in analyze(results).blocks if isinstance(block, Paragraph)]
+    of_token, of_mean, of_attention = remark.split("best on")[1:]
+    assert "varies by 10.00 points, not counting 3 of 3 runs at 0.03, which diverged." in of_mean
+    assert "diverged" not in of_token + of_attention
 
 
 def test_a_small_difference_with_a_wide_interval_is_undecided():

@@ -158,7 +158,7 @@ def test_joined_results_of_other_settings_are_refused_and_not_copied(reproduce_s
     reproduce_small("other", overrides=["duration=2 steps"], seeds=1)
     mine = reproduce_small("mine", overrides=["duration=1 steps"], seeds=1, part="1/2")
     before = sorted((mine.out / "trials").rglob("*"))
-    with pytest.raises(TrainError, match=r"other.*is the result of other settings"):
+    with pytest.raises(TrainError, match=r"other.*is the result of other settings .*join folders of the same"):
         reproduce_small("mine", overrides=["duration=1 steps"], seeds=1, join=[tmp_path / "other"])
     assert sorted((mine.out / "trials").rglob("*")) == before
     assert reproduce_small("mine", overrides=["duration=1 steps"], seeds=1).finished == 8

@@ -6,16 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from reproduction.small_models import make_model
 from reproduction.synthetic import make_result
 from training.small_runs import digits_config
 
 from vitrail.config import ViTConfig, pair
 from vitrail.evaluation.evaluate import evaluate
+from vitrail.models.position import resample
 from vitrail.open_model import load
 from vitrail.reproduction.arm import SCALES, Arm, Scale, Trial
 from vitrail.reproduction.edits import RESAMPLES, edit_model
 from vitrail.reproduction.experiments.resolution import (
+    CONVENTIONS,
     CORNER,
     DEFAULT,
     PRETRAINED,
@@ -35,9 +38,9 @@ from vitrail.training.runs import Run
 SPREAD = (-0.001, 0.0, 0.001)
 AS_PUBLISHED = {
     PRETRAINED: 0.95, SMALL: 0.955, CORNER: 0.90, RENEWED: 0.91, SCRATCH: 0.93,
-    **{name: 0.97 + 0.0001 * i for i, name in enumerate(RESAMPLES)},
+    **{name: 0.97 + 0.0001 * i for i, name in enumerate(CONVENTIONS)},
 }  # fmt: skip
-STARTS = {**dict.fromkeys(RESAMPLES, 0.8), "google": 0.79, "timm-npz": 0.7, CORNER: 0.3, RENEWED: 0.4, SMALL: 0.95}
+STARTS = {**dict.fromkeys(CONVENTIONS, 0.8), "google": 0.79, "timm-npz": 0.7, CORNER: 0.3, RENEWED: 0.4, SMALL: 0.95}
 
 
 def by_name(scale: Scale) -> dict[str, Arm]:
@@ -62,7 +65,7 @@ def outcomes(results: Results) -> list[str]:
 @pytest.mark.parametrize("scale", SCALES)
 def test_conventions_differ_in_the_resampling_only(scale: Scale):
     found = by_name(scale)
-    conventions = [found[name] for name in RESAMPLES]
+    conventions = [found[name] for name in CONVENTIONS]
     for arm in conventions:
         assert isinstance(arm.config.model, ViTConfig)
         assert arm.config.model.resample == arm.name
@@ -72,6 +75,17 @@ def test_conventions_differ_in_the_resampling_only(scale: Scale):
         for arm in [*conventions, found[CORNER], found[RENEWED]]
     }
     assert len(same) == 1
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_convention_without_an_arm_is_that_of_another_when_the_grid_grows(scale: Scale):
+    found = by_name(scale)
+    small, large = (found[name].config.model.grid for name in (PRETRAINED, DEFAULT))  # type: ignore[union-attr]
+    table = torch.randn(*small, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    resampled = {name: resample(table, large, name) for name in RESAMPLES}
+    for name, result in resampled.items():
+        same = [other for other in CONVENTIONS if torch.allclose(resampled[other], result, rtol=1e-9, atol=1e-9)]
+        assert len(same) == 1, (name, same)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -126,7 +140,7 @@ def test_the_published_findings_are_recognized():
 
 def test_verdicts_flip_with_the_results():
     tests = {
-        **dict.fromkeys(RESAMPLES, 0.9), "google": 0.92, "huggingface": 0.6,
+        **dict.fromkeys(CONVENTIONS, 0.9), "google": 0.92, "huggingface": 0.6,
         SMALL: 0.95, CORNER: 0.97, RENEWED: 0.98, SCRATCH: 0.99, PRETRAINED: 0.95,
     }  # fmt: skip
     starts = {**STARTS, CORNER: 0.9, "huggingface": 0.2}

@@ -155,7 +155,9 @@ def compare(claim: str, difference: SeedMean | None, better: str, worse: str, *,
     return judge(claim, difference, f"{better} minus {worse}", above=0.0, why_not=why_not)
 
 
-def shrinks(claim: str, results: Results, first: Sequence[str], last: Sequence[str], places: Sequence[str]) -> Verdict:
+def shrinks(
+    claim: str, results: Results, first: Sequence[str], last: Sequence[str], places: Sequence[str], *, why_not: str = ""
+) -> Verdict:
     """The verdict on "the advantage of one arm over another is smaller in the `last` pair of arms than in the `first`".
 
     Without an advantage at first, it does not hold if the advantage grows, and is undecided otherwise.
@@ -163,7 +165,7 @@ def shrinks(claim: str, results: Results, first: Sequence[str], last: Sequence[s
     """
     advantage = results.difference(*first)
     change = results.contrast({first[0]: 1.0, first[1]: -1.0, last[0]: -1.0, last[1]: 1.0})
-    verdict = judge(claim, change, f"advantage {places[0]} minus advantage {places[1]}", above=0.0)
+    verdict = judge(claim, change, f"advantage {places[0]} minus advantage {places[1]}", above=0.0, why_not=why_not)
     if verdict.outcome == "does not hold" or advantage is None or not advantage.has_interval or advantage.low > 0:
         return verdict
     found = judge(claim, advantage, f"{first[0]} minus {first[1]}", above=0.0)
@@ -201,7 +203,7 @@ def similar(
     reason += f" ({POINTS.number(excess.low)} to {POINTS.number(excess.high)}, {excess.count} seeds)"
     if all(each.high < 0 for each in known.values()):
         if missing := [arm for arm in arms if arm not in found]:
-            return Verdict(claim, "undecided", f"{reason}; not finished: {', '.join(missing)}.")
+            return Verdict(claim, "undecided", f"{reason}; not finished: {_quoted(missing)}.")
         return Verdict(claim, "holds", f"{reason}{', and below zero in all pairs' * (num_pairs > 1)}.")
     strict = [results.contrast(weights, confidence=1 - 0.05 / num_pairs) for weights in pairs.values()]
     if any(each.low > 0 for each in strict if each is not None):

@@ -47,6 +47,8 @@ def dry_run(request: Request) -> DryRun:
     session = open_session(request, require_data=False)
     plan, first = session.plan, session.plan.arms[0].config
     problems = [] if session.data_error is None else [session.data_error]
+    if request.device_problem is not None and session.unfinished:
+        problems.append(request.device_problem)
     problems += _invalid(arm.config for arm in plan.arms)
     memory = request.largest_memory
     available = _device_memory(request)

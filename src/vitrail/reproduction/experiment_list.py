@@ -9,9 +9,10 @@ from importlib.resources import files
 from typing import Any
 
 from vitrail.report.formatting import format_duration
-from vitrail.reproduction.arm import Scale
+from vitrail.reproduction.arm import SCALES, Scale
 from vitrail.reproduction.cost import CostModel
 from vitrail.reproduction.experiment import Experiment
+from vitrail.reproduction.experiment_page import OUTCOME_MARKS
 from vitrail.reproduction.experiments import EXPERIMENTS
 from vitrail.reproduction.planning import Plan
 from vitrail.reproduction.scales import NOMINAL_IMAGES
@@ -31,7 +32,7 @@ class Entry:
     cost: str
     """Duration at each scale: `tiny: 6 min on two CPU cores`."""
     result: str
-    """Verdicts of the recorded run: `tiny, digits: 2 holds, 1 undecided`."""
+    """The recorded runs: `gpu, cifar10: 2 hold, 1 undecided`, and each verdict of the largest scale."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,6 +62,9 @@ def _entry(experiment: Experiment, found: dict[str, dict[str, Any]]) -> Entry:
         else:
             costs.append(f"{scale}: about {format_duration(estimate(experiment, scale))} on {where}")
     results = [f"{scale}, {record['data']}: {record['summary']}" for scale, record in found.items()]
+    if found:
+        largest = found[max(found, key=SCALES.index)]
+        results += [f"{OUTCOME_MARKS[verdict['outcome']]} {verdict['claim']}" for verdict in largest["verdicts"]]
     return Entry(
         name=experiment.name,
         title=experiment.title,

@@ -66,9 +66,8 @@ def write_page(out: Path, experiment: Experiment, results: Results, analysis: An
 
 def _facts(experiment: Experiment, results: Results, info: PageInfo) -> Iterator[tuple[str, str]]:
     """Rows about how the numbers were made."""
-    first = _first_config(results)
     yield "Source", experiment.source
-    yield "Scale", f"{results.scale}: {first.data.source}, {first.duration}, batch size {first.batch_size}"
+    yield "Scale", f"{results.scale}: {_first_config(results).data.source}, {_lengths(results)}"
     left_out = f"; left out: {info.left_out}" if info.left_out else ""
     yield "Runs", f"{info.finished} of {info.total}{left_out}"
     diverged = [key for key, trial in sorted(results.trials.items()) if trial.diverged]
@@ -78,11 +77,12 @@ def _facts(experiment: Experiment, results: Results, info: PageInfo) -> Iterator
     if searched:
         lists = dict.fromkeys(", ".join(f"{lr:g}" for lr in sorted(arm.learning_rates)) for arm in searched)
         at_edge = sum(results.selected_rate(arm.name) in (min(arm.rates), max(arm.rates)) for arm in searched)
+        edge = f". {at_edge} of {len(searched)} arms use the smallest or the largest rate of their list: "
+        edge += "one beyond may be better"
         yield (
             "Learning rates",
             f"each arm uses the best of {', or of '.join(lists)}, selected with seed 0 on training images that are "
-            f"held out; the test images are used for the final number only. {at_edge} of {len(searched)} arms use the "
-            "smallest or the largest rate of their list: one beyond may be better",
+            f"held out; the test images are used for the final number only{edge if at_edge else ''}",
         )
     yield (
         "Intervals",
@@ -94,6 +94,17 @@ def _facts(experiment: Experiment, results: Results, info: PageInfo) -> Iterator
     yield "Versions", f"{' and '.join(results.versions)}, {_date(info.written)}".removeprefix(", ")
     if info.command:
         yield "Command", info.command
+
+
+def _lengths(results: Results) -> str:
+    """Duration and batch size of the runs: `10 to 50 epochs, batch size 256`."""
+    configs = [arm.config for arm in results.arms.values()]
+    durations = sorted({config.duration for config in configs}, key=lambda duration: (duration.unit, duration.count))
+    batch_sizes = sorted({config.batch_size for config in configs}, key=lambda size: size if size != "auto" else 0)
+    first, last = durations[0], durations[-1]
+    one_unit = first != last and first.unit == last.unit
+    shown = f"{first.count:g} to {last}" if one_unit else " or ".join(map(str, durations))
+    return f"{shown}, batch size {' to '.join(str(size) for size in dict.fromkeys((batch_sizes[0], batch_sizes[-1])))}"
 
 
 def _first_config(results: Results) -> TrainConfig:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import getitem
 
 from vitrail.errors import ConfigError
+from vitrail.report.formatting import format_duration
 from vitrail.reproduction.arm import Arm, Trial, slug
 from vitrail.reproduction.results import Results
 
@@ -118,12 +120,16 @@ def parse_part(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
+def leaves(plan: Plan) -> list[Arm]:
+    """The arms from which no other starts: what parts divide."""
+    parents = {arm.parent for arm in plan.arms}
+    return [arm for arm in plan.arms if arm.name not in parents]
+
+
 def select_part(plan: Plan, number: int, count: int, cost: Callable[[Arm], float]) -> Plan:
     """Part `number` of `count`: whole arms with the arms that they start from, balanced by cost."""
-    parents = {arm.parent for arm in plan.arms}
-    leaves = sorted((arm for arm in plan.arms if arm.name not in parents), key=cost, reverse=True)
     loads, chosen = [0.0] * count, [set[str]() for _ in range(count)]
-    for arm in leaves:
+    for arm in sorted(leaves(plan), key=cost, reverse=True):
         part = loads.index(min(loads))
         loads[part] += cost(arm)
         chosen[part] |= {arm.name, *_ancestors(arm, plan.arms)}
@@ -160,9 +166,13 @@ def fit_budget(plan: Plan, seconds: float, cost: Callable[[Plan], float]) -> tup
         fewer = replace(candidates[0], arms=_with_parents(plan.arms[:count], plan.arms))
         if cost(fewer) <= seconds:
             names = {arm.name for arm in fewer.arms}
-            without = ", ".join(arm.name for arm in plan.arms if arm.name not in names)
+            without = ", ".join(f"“{arm.name}”" for arm in plan.arms if arm.name not in names)
             return fewer, f"1 learning rate, 1 seed; without {without}"
-    raise ConfigError(f"no run fits into the budget of {seconds / 60:g} min; the shortest needs more.")
+    first = replace(candidates[0], arms=_with_parents(plan.arms[:1], plan.arms))
+    raise ConfigError(
+        f"no run fits into the budget of {format_duration(seconds)}; the first arm takes about "
+        f"{format_duration(math.ceil(cost(first)))}."
+    )
 
 
 def _with_parents(chosen: Sequence[Arm], arms: Sequence[Arm]) -> tuple[Arm, ...]:

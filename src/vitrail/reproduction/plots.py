@@ -74,8 +74,9 @@ def line_plot(
     log_x: bool = False,
     percent: bool = True,
     x_ticks: Sequence[float] = (),
+    bands: bool = True,
 ) -> Figure:
-    """Means over seeds with bands for their intervals."""
+    """Means over seeds with their intervals, as bands or, where those of many lines would overlap, as bars."""
     figure = new_figure(7.6, 4.0)
     ax = figure.subplots()
     factor, drawn = 100.0 if percent else 1.0, [line for line in lines if line.points]
@@ -84,7 +85,10 @@ def line_plot(
         x, y = [x for x, _ in points], [factor * mean.value for _, mean in points]
         low = [factor * (mean.low if mean.has_interval else mean.value) for _, mean in points]
         high = [factor * (mean.high if mean.has_interval else mean.value) for _, mean in points]
-        ax.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+        if bands:
+            ax.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+        else:
+            ax.vlines(x, low, high, color=color, alpha=0.3, linewidth=4)
         dash, marker = DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)]
         ax.plot(x, y, color=color, linewidth=1.8, label=line.name, linestyle=dash, marker=marker, markersize=5)
     if log_x:

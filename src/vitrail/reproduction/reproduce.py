@@ -107,9 +107,12 @@ def reproduce(
     request.folder.mkdir(parents=True, exist_ok=True)
     with _lock(request.folder):
         join_trials(join, request.folder, arms)
+        problem = request.device_problem
+        if problem is not None and not list((request.folder / "trials").glob("*.json")):
+            raise ConfigError(problem)  # before the data is downloaded
         session = open_session(request)
-        if request.resolved_scale == "gpu" and request.device_kind == "cpu" and session.unfinished:
-            raise ConfigError("--scale gpu takes hours without a GPU; try --scale tiny, or --device.")
+        if problem is not None and session.unfinished:
+            raise ConfigError(problem)
         if request.resolved_scale == "paper":
             check_feasible(request)
         _run_trials(session, request, on_progress)

@@ -13,14 +13,15 @@ import torch
 
 from vitrail.config import DataConfig, override
 from vitrail.data.sources import open_data
-from vitrail.errors import ConfigError, NotFoundError, TrainError, VitrailError, did_you_mean
+from vitrail.errors import ConfigError, DataError, NotFoundError, TrainError, VitrailError, did_you_mean
 from vitrail.models.flops import training_flops
+from vitrail.report.formatting import pluralize
 from vitrail.reproduction.arm import Arm, Scale, Trial
 from vitrail.reproduction.cost import CostModel, network_of
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.experiments import EXPERIMENTS
 from vitrail.reproduction.memory import training_memory
-from vitrail.reproduction.planning import Plan, fit_budget, parse_part, select_part, settings_digest
+from vitrail.reproduction.planning import Plan, fit_budget, leaves, parse_part, select_part, settings_digest
 from vitrail.reproduction.pool import Reply
 from vitrail.reproduction.results import Results, TrialResult, read_result
 from vitrail.reproduction.scales import NOMINAL_IMAGES
@@ -57,6 +58,8 @@ class Request:
             raise ConfigError(f"jobs={self.jobs}: expected at least 1.")
         if self.budget_s is not None and self.budget_s <= 0:
             raise ConfigError("the budget must be a positive duration, such as 25min.")
+        if self.part is not None:
+            parse_part(self.part)
 
     @property
     def device_kind(self) -> str:
@@ -71,6 +74,13 @@ class Request:
     @property
     def resolved_scale(self) -> Scale:
         return self.scale or ("tiny" if self.device_kind == "cpu" else "gpu")
+
+    @property
+    def device_problem(self) -> str | None:
+        """Why the device is too slow for the scale, if it is."""
+        if self.resolved_scale == "gpu" and self.device_kind == "cpu":
+            return "--scale gpu takes hours without a GPU; try --scale tiny, or --device."
+        return None
 
     @property
     def folder(self) -> Path:
@@ -252,6 +262,9 @@ class Session:
             number, count = parse_part(part)
             nominal = CostModel("cpu", NOMINAL_IMAGES["cifar10"], self.whole.arms)  # the same parts on every machine
             self.plan = select_part(self.plan, number, count, lambda arm: nominal.of_arm(arm, self.whole))
+            if not self.plan.arms:
+                most = pluralize(len(leaves(self.whole)), "part")
+                raise ConfigError(f"--part {part}: nothing is left for it; {self.experiment.name} has at most {most}.")
             if count > 1:
                 reasons.append(f"the arms of the other {count - 1} part{'s' * (count > 2)}")
         if budget_s is not None:
@@ -274,9 +287,10 @@ def open_session(request: Request, *, require_data: bool = True) -> Session:
         splits = open_data(first.replace(fraction=None))
         num_images = len(splits.train) + (len(splits.validation) if first.held_out else 0)
     except VitrailError as error:
+        data_error = _describe_missing(error, first.source, request)
+        num_images = NOMINAL_IMAGES.get(first.source, 1_000_000)
         if require_data:
-            raise
-        data_error, num_images = str(error), NOMINAL_IMAGES.get(first.source, 1_000_000)
+            raise DataError(data_error) from error
     out = request.folder
     session = Session(
         experiment=experiment,
@@ -293,6 +307,12 @@ def open_session(request: Request, *, require_data: bool = True) -> Session:
     return session
 
 
+def _describe_missing(error: VitrailError, source: str, request: Request) -> str:
+    """What is wrong with the data; where the scale's own is not built in, also how to name other data."""
+    named = request.data is not None or ":" not in source
+    return str(error) if named else f"{error} The data of this scale is {source}; --data names other data."
+
+
 def _prepare_folder(folder: Path, parent: str) -> None:
     """Create the folder of a trial; an unfinished run in it that started from another model is removed."""
     note = folder / "parent.txt"
@@ -303,12 +323,14 @@ def _prepare_folder(folder: Path, parent: str) -> None:
         note.write_text(parent, encoding="utf-8")
 
 
-def _check_settings(path: Path, result: TrialResult, arms: Mapping[str, Arm]) -> None:
+def _check_settings(
+    path: Path, result: TrialResult, arms: Mapping[str, Arm], remedy: str = "choose another folder with --out"
+) -> None:
     arm = arms.get(result.arm)
     if arm is None or result.settings != settings_digest(Trial(arm=arm, lr=result.lr, seed=result.seed)):
         raise TrainError(
             f"{path} is the result of other settings (another version of the experiment, other data or overrides); "
-            "choose another folder with --out."
+            f"{remedy}."
         )
 
 
@@ -322,7 +344,7 @@ def join_trials(sources: Sequence[str | Path], folder: Path, arms: Sequence[Arm]
         found |= {path: result for path in paths if (result := read_result(path)) is not None}
     by_name = {arm.name: arm for arm in arms}
     for path, result in found.items():
-        _check_settings(path, result, by_name)
+        _check_settings(path, result, by_name, "join folders of the same command only")
     for path, result in found.items():
         run, target = path.with_suffix(""), folder / "trials" / path.name
         if not target.exists():

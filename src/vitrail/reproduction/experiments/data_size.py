@@ -72,19 +72,21 @@ def analyze(results: Results) -> Analysis:
             f"With little data ({100 * least:g} % of the training images, {schedule}) the ResNet is better than the "
             "ViT.",
             results.difference(arm_name(RESNET, least, schedule), arm_name(VIT, least, schedule)), RESNET, VIT,
+            why_not=_too_short(results, arm_name(VIT, least, schedule)) if schedule != STEPS else "",
         )
         for schedule in SCHEDULES
     ]  # fmt: skip
+    too_little = "All the data here may be too little." if results.scale != "paper" else ""
     full_vit, full_resnet = arm_name(VIT, most, STEPS), arm_name(RESNET, most, STEPS)
     verdicts += [
         compare(
             "With all data the ViT is better than the ResNet.", results.difference(full_vit, full_resnet), VIT, RESNET,
-            why_not="All the data here may be too little." if results.scale != "paper" else "",
+            why_not=too_little,
         ),
         shrinks(
             f"The ResNet's advantage shrinks as the data grow (from {100 * least:g} % to all, equal steps).", results,
             (arm_name(RESNET, least, STEPS), arm_name(VIT, least, STEPS)), (full_resnet, full_vit),
-            (f"at {100 * least:g} %", "at 100 %"),
+            (f"at {100 * least:g} %", "at 100 %"), why_not=too_little,
         ),
     ]  # fmt: skip
     plots = [
@@ -114,6 +116,15 @@ def analyze(results: Results) -> Analysis:
         "data (equal compute, more epochs of fewer images) or at as many epochs (fewer steps)."
         + (SMALL_SCALES_ALSO if results.scale != "paper" else ""),
     )
+
+
+def _too_short(results: Results, arm: str) -> str:
+    """Why networks that see few images for few epochs may not differ as the paper's."""
+    images, batch_size = results.mean(arm, "images"), results.arms[arm].config.batch_size
+    if images is None or not isinstance(batch_size, int):
+        return ""
+    steps = round(images.value / batch_size)
+    return f"As many epochs of so few images are {steps} steps, in which neither network may learn much."
 
 
 def _describe_crossings(results: Results, schedule: str) -> str:

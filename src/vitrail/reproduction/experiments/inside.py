@@ -44,6 +44,7 @@ CORRELATION, SHARE, OVERLAP, LEADING = (
     "leading filters",
 )
 PIXELS = Metric(percent=False, digits=1, unit=" px")
+FINE = Metric(percent=False, digits=3)
 
 
 def arms(scale: Scale, data: DataConfig | None = None) -> list[Arm]:
@@ -134,7 +135,7 @@ def verdicts(results: Results) -> list[Verdict]:
         judge(
             "Training concentrates the variance of the filters in fewer components.",
             results.change(arm, LEADING, f"{LEADING}, untrained"),
-            "Variance of the leading quarter of the components, trained minus untrained", above=0.0, metric=PLAIN,
+            "Variance of the leading quarter of the components, trained minus untrained", above=0.0, metric=FINE,
             why_not=_why_random(results),
         ),
         judge(
@@ -249,8 +250,8 @@ def _differences(results: Results) -> str:
     accuracy = results.mean(PAPERS)
     reached = "" if accuracy is None else f" that reaches {100 * accuracy.value:.1f} %"
     return (
-        "The paper inspects large ViTs pre-trained on ImageNet-21k or JFT, such as an L/16 with 24 layers; its figures "
-        f"come without numbers. Here it is a model of {model.depth} layers and {rows * columns} patches, trained on "
+        "The paper inspects ViTs of 24 layers, L/32 and L/16; its figures come without numbers. "
+        f"Here it is a model of {model.depth} layers and {rows * columns} patches, trained on "
         f"{config.data.source} alone,{reached}. The attention distance is the mean over 128 test images, "
         "weighted by attention, without the class token. Position embeddings of random vectors have a row and column "
         f"share of {random:.2f}; the leading quarter of the components of random filters has more than 0.25 of the "

@@ -149,10 +149,15 @@ def verdicts(results: Results, shown: str) -> list[Verdict]:
             results, (DEFAULT, MEAN), mean_difference([DEFAULT], [NO_POSITIONS]),
         ),
         judge(
-            "Training gives the position embeddings their structure: the embeddings of close patches become similar.",
+            "Training makes the position embeddings of close patches similar.",
             results.change(shown, CORRELATION, f"{CORRELATION}, untrained"),
             "Correlation of similarity and distance, trained minus untrained", below=0.0, metric=PLAIN,
-            why_not="The embeddings keep most of their random initial values.",
+            why_not=_why_far(results),
+        ),
+        judge(
+            "Training gives the position embeddings a structure of rows and columns.",
+            results.change(shown, SHARE, f"{SHARE}, untrained"),
+            "Share of rows and columns in their variance, trained minus untrained", above=0.0, metric=PLAIN,
         ),
         judge(
             "What training adds to E comes from the image patches: from their leading principal components.",
@@ -177,6 +182,16 @@ def _reaches_claim(results: Results) -> Verdict:
     if (source := _source(results)) == "mnist":
         return verdict
     return replace(verdict, outcome="undecided", reason=f"{verdict.reason} On {source}; MNIST takes --data mnist.")
+
+
+def _why_far(results: Results) -> str:
+    """Why embeddings of distant patches may become similar."""
+    if _source(results) != "mnist":
+        return ""
+    return (
+        "The border of MNIST's images is almost always empty: the embeddings of the patches there become alike, at "
+        "opposite sides too."
+    )
 
 
 def _why_unlike(results: Results, arm: str) -> str:
@@ -264,7 +279,8 @@ def accuracy_figure(results: Results) -> Figure:
         for metric, title in (("accuracy, first", f"after {_early(results)}, %"), ("test", "at the end, %"))
     ]
     subtitle = f"{_source(results)}, {results.num_seeds} seeds"
-    return dot_plot(rows, panels, "The lecture's exercise", subtitle, {name: i % 2 for i, name in enumerate(rows)})
+    groups = {name: int(name.startswith("no positions")) for name in rows}
+    return dot_plot(rows, panels, "The lecture's exercise", subtitle, groups)
 
 
 def position_figure(arrays: Arrays, arm: str) -> Figure:

@@ -87,8 +87,8 @@ def analyze(results: Results) -> Analysis:
             _sweep_table(results),
             Paragraph(_edges(results, rates)),
         ],
-        "The paper shows 5-shot accuracy on ImageNet during the pre-training of a ViT on JFT-300M, for two learning "
-        f"rates of the mean and one of the class token, in a figure without numbers. Here it is {results.setting}, "
+        "The paper shows 5-shot accuracy on ImageNet during seven epochs of pre-training, for two learning rates of "
+        f"the mean and one of the class token, in a figure without numbers. Here it is {results.setting}, "
         "and each pooling has the same sweep of learning rates with every seed at every rate; its own rate is the one "
         "with the highest mean accuracy on held-out training images. Attention pooling (one learned query over the "
         f"patches, then an MLP) is later work and has more parameters. Accuracies within {100 * MARGIN:g} point are "
@@ -147,12 +147,17 @@ def _edges(results: Results, rates: dict[str, float]) -> str:
     sentences = []
     sweep = RATES[results.scale]
     for pooling, rate in rates.items():
+        found = {other: results.of_arm(arm_name(pooling, other)) for other in sorted(sweep)}
         means = [results.mean(arm_name(pooling, other)) for other in sweep]
         values = [mean.value for mean in means if mean is not None]
         text = f"{pooling.capitalize()}: best on held-out images at {rate:g}"
         if len(values) > 1:
             text += f"; over the sweep its test accuracy varies by {100 * (max(values) - min(values)):.2f} points"
-        if rate in (min(sweep), max(sweep)) and len(values) == len(sweep):
+        diverged = {other: sum(trial.diverged for trial in trials) for other, trials in found.items()}
+        if any(diverged.values()):
+            runs = [f"{count} of {len(found[other])} runs at {other:g}" for other, count in diverged.items() if count]
+            text += f", not counting {' and '.join(runs)}, which diverged"
+        if rate in (min(sweep), max(sweep)) and all(found.values()):
             text += ", and a rate outside of the sweep may be better still"
         sentences.append(text + ".")
     return " ".join(sentences) or "No run is finished."

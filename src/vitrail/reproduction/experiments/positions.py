@@ -32,7 +32,7 @@ PUBLISHED = {
     NONE: 0.61382, DEFAULT: 0.64206, "1-D, layers": 0.63964, "1-D, shared": 0.64292, "2-D, stem": 0.64001,
     "2-D, layers": 0.64046, "2-D, shared": 0.64022, "relative, layers": 0.64032,
 }  # fmt: skip
-"""Table 8: 5-shot ImageNet accuracy of a B/16 pre-trained on JFT."""
+"""Table 8: 5-shot accuracy on ImageNet of a pre-trained B/16; the paper does not name the data."""
 PAPERS_KINDS = (DEFAULT, "2-D, stem", "relative, layers")
 
 
@@ -94,10 +94,10 @@ def _differences(results: Results, gap: SeedMean | None) -> str:
                 "the parts of an object in a photograph often tell what it is. "
             )
     return text + (
-        "The paper measures 5-shot accuracy on ImageNet after pre-training a B/16 on JFT with 196 patches per image; "
-        f"here it is {results.setting}, so only differences can be compared. Relative positions change the attention "
-        "weights only; tokens carry no position themselves. Sin-cos and rotary encodings are later work and not in the "
-        "paper's table."
+        "The paper measures 5-shot accuracy on ImageNet of a B/16 with 196 patches per image, and does not name the "
+        f"data of its pre-training; here it is {results.setting}, so only differences can be compared. Relative "
+        "positions change the attention weights only; tokens carry no position themselves. Sin-cos and rotary "
+        "encodings are later work and not in the paper's table."
     )
 
 

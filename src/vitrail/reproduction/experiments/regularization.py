@@ -165,9 +165,8 @@ def _worth_verdict(results: Results, percent: float) -> Verdict:
     factor = worth.factor
     least, most = PUBLISHED_FACTOR / TOLERANCE, PUBLISHED_FACTOR * TOLERANCE
     if worth.num_below == factor.count > 1:
-        return Verdict(
-            claim, "does not hold", "augmentation lowers the accuracy here, so it is worth no data (in every seed)."
-        )
+        reason = f"in every seed, accuracy is lower than without augmentation, so it is worth no data. {_why(results)}"
+        return Verdict(claim, "does not hold", reason.strip())
     if worth.num_above and worth.num_below:
         reason = "how much data without it gives the same accuracy cannot be read from the curve."
     else:
@@ -184,6 +183,13 @@ def _worth_verdict(results: Results, percent: float) -> Verdict:
     if factor.low > least and factor.high < most and not worth.is_capped:
         return Verdict(claim, "holds", reason)
     return Verdict(claim, "undecided", reason)
+
+
+def _why(results: Results) -> str:
+    """Why augmentation may lower the accuracy."""
+    if next(iter(results.arms.values())).config.data.source != "digits":
+        return ""
+    return "At 8 px, RandAugment's shifts, shears and rotations may turn the strokes of one digit into another's."
 
 
 def _gains(results: Results) -> Table:

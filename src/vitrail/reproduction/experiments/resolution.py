@@ -10,7 +10,6 @@ from vitrail.config import DataConfig, TrainConfig, epochs, pair
 from vitrail.recipes.imagenet import deit_s16
 from vitrail.reproduction.analysis import Analysis, Plot, arm_table, compare, similar
 from vitrail.reproduction.arm import Arm, Scale
-from vitrail.reproduction.edits import RESAMPLES
 from vitrail.reproduction.experiment import Experiment
 from vitrail.reproduction.plots import Panel, dot_plot
 from vitrail.reproduction.results import Results, mean_difference
@@ -26,6 +25,8 @@ INTERPOLATIONS = {
     "torchvision": "bicubic, corners aligned",
     "dinov2": "bicubic, scale + 0.1",
 }
+CONVENTIONS = tuple(INTERPOLATIONS)
+"""Those of `RESAMPLES` that differ when the grid grows: tipsv2's antialiasing changes only smaller grids."""
 DEFAULT, BILINEAR, BICUBIC = "google", "timm-npz", "huggingface"
 """The original's convention, and two that differ in the kernel only."""
 SIZES: dict[Scale, tuple[int, int]] = {"tiny": (8, 12), "gpu": (20, 32), "paper": (224, 384)}
@@ -70,7 +71,7 @@ def arms(scale: Scale, data: DataConfig | None = None) -> list[Arm]:
         Arm(name=SCRATCH, config=scratch, factors=_factors(f"{large}", "from scratch"), learning_rates=rates),
         *(
             finetuned(name, f"{INTERPOLATIONS[name]} ({name})", f"resample-{name}", resample=name)
-            for name in RESAMPLES
+            for name in CONVENTIONS
             if name != DEFAULT
         ),
     ]
@@ -120,7 +121,7 @@ def analyze(results: Results) -> Analysis:
         ),
         similar(
             "After fine-tuning, the six conventions are alike, compared with what unscaled positions lose.",
-            results, RESAMPLES, mean_difference([DEFAULT], [CORNER]),
+            results, CONVENTIONS, mean_difference([DEFAULT], [CORNER]),
         ),
         compare(
             "Pre-training small and fine-tuning large is better than training large from scratch for as many epochs.",
@@ -154,8 +155,8 @@ def _differences(results: Results) -> str:
     )
     if results.scale == "tiny":
         text += "The digits have 8 px: at 12 px there are more and smaller patches, but no new detail. "
-    before = {name: mean.value for name in RESAMPLES if (mean := results.mean(name, "start")) is not None}
-    after = {name: mean.value for name in RESAMPLES if (mean := results.mean(name)) is not None}
+    before = {name: mean.value for name in CONVENTIONS if (mean := results.mean(name, "start")) is not None}
+    after = {name: mean.value for name in CONVENTIONS if (mean := results.mean(name)) is not None}
     if len(before) > 1 and len(after) > 1:
         best = max(before, key=lambda name: before[name])
         spread, left = (100 * (max(values.values()) - min(values.values())) for values in (before, after))
@@ -167,13 +168,13 @@ def _differences(results: Results) -> str:
 
 
 def plot(results: Results) -> Figure:
-    names = [PRETRAINED, SMALL, *RESAMPLES, CORNER, RENEWED, SCRATCH]
+    names = [PRETRAINED, SMALL, *CONVENTIONS, CORNER, RENEWED, SCRATCH]
     panels = [
         Panel(title, {name: results.mean(name, metric) for name in names})
         for metric, title in (("start", "before fine-tuning, %"), ("test", "after training, %"))
     ]
-    groups = {name: 0 if name in RESAMPLES else 1 if name in (CORNER, RENEWED) else 2 for name in names}
-    labels = {name: f"{name}: {INTERPOLATIONS[name]}" for name in RESAMPLES}
+    groups = {name: 0 if name in CONVENTIONS else 1 if name in (CORNER, RENEWED) else 2 for name in names}
+    labels = {name: f"{name}: {INTERPOLATIONS[name]}" for name in CONVENTIONS}
     panels = [Panel(p.title, {labels.get(name, name): mean for name, mean in p.means.items()}) for p in panels]
     small, large = SIZES[results.scale]
     subtitle = f"{small} to {large} px, {results.origin}"

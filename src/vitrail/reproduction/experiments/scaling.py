@@ -141,15 +141,16 @@ def analyze(results: Results) -> Analysis:
     fronts = {metric: _front(results, families, metric) for metric in ("flops", "seconds")}
     titles = {"flops": "best for its FLOPs", "seconds": "best for its time"}
     on_front = {titles[metric]: dict.fromkeys(front, "yes") for metric, front in fronts.items()}
+    relative = "relative to the base; bars are 95 % intervals over seeds"
     shapes = [base_name(scale), *(arm for arms in shape_arms(scale).values() for arm in arms)]
     return Analysis(
         [*_shape_verdicts(results), *_family_verdicts(results, short, long)],
         [
             Plot("compute", "Test accuracy over the cost of training; bars are 95 % intervals over seeds.",
                  partial(plot_families, results)),
-            Plot("shape", "Test accuracy over the FLOPs of the model, relative to the base.",
+            Plot("shape", f"Test accuracy over the FLOPs of training, {relative}.",
                  partial(plot_shapes, results, "flops")),
-            Plot("shape-time", "Test accuracy over the duration of the run, relative to the base.",
+            Plot("shape-time", f"Test accuracy over the duration of the run, {relative}.",
                  partial(plot_shapes, results, "seconds")),
             _slopes(results),
             Paragraph(_describe_ratio(results)),
@@ -288,6 +289,7 @@ def plot_shapes(results: Results, metric: str) -> Figure:
     return line_plot(
         lines, f"Scaling one dimension: {label}", results.origin, f"training {label}, base = 1",
         "test accuracy, %", log_x=bool(unit), x_ticks=_powers_of_two([x for line in lines for x in line.points]),
+        bands=False,
     )  # fmt: skip
 
 

@@ -217,8 +217,10 @@ def _differences(results: Results, one_patch: str) -> str:
         )
     return text + (
         "A shift by fewer pixels changes the content of every patch. A ResNet is equivariant to shifts except for its "
-        "strides and borders; both can change predictions. The "
-        "paper states these inductive biases in words (Section 3.1) and gives no numbers."
+        "strides and borders; both can change predictions. The paper "
+        "states these inductive biases in words (Section 3.1) and gives no numbers; that the MLP is equivariant to "
+        "translations follows from the third and the fifth claim: without positions the tokens of the whole encoder "
+        "follow any permutation of the patches, such as a shift by a patch, and the MLP processes each token alone."
     )
 
 
