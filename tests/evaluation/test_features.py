@@ -65,8 +65,8 @@ def test_default_features_are_the_input_of_the_head(name: str):
 def test_last_layer_with_the_networks_pooling_is_the_input_of_the_head(name: str, pool: str):
     net = randomized(build(CONFIGS[name]))
     expected = net.features(images(), outputs="pooled").pooled
-    assert torch.equal(features(net, pool=pool), expected)
-    assert torch.equal(features(net, layers=(2,), pool=pool), expected)
+    torch.testing.assert_close(features(net, pool=pool), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(features(net, layers=(2,), pool=pool), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])

@@ -75,6 +75,20 @@ def test_the_saved_flops_are_those_of_the_last_blocks_other_tokens() -> None:
     assert executed_flops(net, images) == count_flops(config) - other
 
 
+def test_features_of_the_pooled_tokens_are_those_of_all_tokens() -> None:
+    net, images = random_network(CONFIGS["distilled, with registers"]).eval(), torch.randn(2, 3, 16, 16).double()
+    names = ("logits", "head_logits", "pooled", "class_token")
+    few, all_tokens = net.features(images, outputs=names), net.features(images, outputs=(*names, "patches"))
+    for name in names:
+        torch.testing.assert_close(getattr(few, name), getattr(all_tokens, name), rtol=1e-9, atol=1e-11)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        net.features(images, outputs="pooled")
+    pooled_flops = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        net.features(images, outputs=("pooled", "patches"))
+    assert pooled_flops < counter.get_total_flops()
+
+
 @pytest.mark.parametrize("name", ALL_TOKENS)
 def test_other_pools_need_all_tokens(name: str) -> None:
     net, images = build(ALL_TOKENS[name], 0).eval(), torch.randn(1, 3, 16, 16)

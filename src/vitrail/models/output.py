@@ -71,6 +71,8 @@ def concat_outputs(outputs: Sequence[Output]) -> Output:
 OUTPUT_NAMES = tuple(f.name for f in fields(Output))
 PER_LAYER = frozenset({"tokens", "patch_maps", "prefix_tokens", "attention", "feature_maps"})
 """Outputs with one value per layer: `layers` selects among these."""
+POOLED = frozenset({"logits", "head_logits", "pooled", "pre_logits", "class_token"})
+"""Outputs that depend only on the tokens that are pooled."""
 
 
 def resolve_outputs(

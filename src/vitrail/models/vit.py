@@ -23,7 +23,7 @@ from vitrail.models import drop, init
 from vitrail.models.base import BaseNet
 from vitrail.models.hybrid import ResNetStem
 from vitrail.models.layers import AttentionPool, Block, PatchEmbed, QKTransform, make_norm
-from vitrail.models.output import PER_LAYER, Output, resolve_layers, resolve_outputs
+from vitrail.models.output import PER_LAYER, POOLED, Output, resolve_layers, resolve_outputs
 from vitrail.models.position import AdditivePosition, Grid, make_positions
 
 # B images of C channels; N = h w patches in h rows and w columns; P prefix tokens, T = P + N tokens; D width
@@ -100,7 +100,8 @@ class ViT(BaseNet):
 
         sample_seeds = self.resolve_sample_seeds(images, sample_seeds)
         x, grid = self.embed(images, sample_seeds)
-        x = self.encode(x, grid, tokens, attention, sample_seeds, keep_layers, num_blocks)
+        num_outputs = self._num_pooled(images) if names <= POOLED else None
+        x = self.encode(x, grid, tokens, attention, sample_seeds, keep_layers, num_blocks, num_outputs)
         results = self._select_layers(indices, tokens, attention, grid, norm)
         if names <= PER_LAYER:
             return Output(**{name: results[name] for name in names})
@@ -110,8 +111,9 @@ class ViT(BaseNet):
             "pool_attention": pool_attention and pool_attention[0][:, :, 0],
             "pooled": pooled,
             "class_token": x[:, 0] if self.config.class_token else None,
-            "patches": x[:, self.config.num_prefix_tokens :].unflatten(1, grid),
         }
+        if "patches" in names:
+            results["patches"] = x[:, self.config.num_prefix_tokens :].unflatten(1, grid)
         if "pre_logits" in names:
             results["pre_logits"] = self.apply_pre_logits(pooled)
         if "logits" in names:
