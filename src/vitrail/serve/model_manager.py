@@ -11,8 +11,11 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from vitrail.errors import VitrailError
 from vitrail.runtime.malloc import trim_malloc
@@ -95,20 +98,28 @@ class ModelManager:
             log.error(message)
         self._reported = message
 
-    async def poll(self, complete: bool = False) -> None:
-        """List the folder and act on what has changed. complete: the files are complete, however new they are."""
+    async def poll(self, complete: bool = False, only: str | None = None) -> None:
+        """List the folder and act on what has changed.
+
+        complete: the files (of the model `only`, if it is given) are complete, however new they are.
+        """
         async with self._listing:
-            models = await asyncio.to_thread(find_models, self.config.folder)
+            before = self._folder.models
+            models = await asyncio.to_thread(find_models, self.config.folder, before)
             choices = await asyncio.to_thread(self.choices_file.read)
             first, retry = self._initial is None, choices.reloads != self._folder.choices.reloads
             self._folder = _Folder(models, choices)
             self._reported = ""
-            self._update_status(complete, first, retry)
+            for name, model in models.items():
+                if model.problem and (name not in before or before[name].problem != model.problem):
+                    log.error("%s: %s No new version is loaded.", name, model.problem)
+            self._update_status(() if not complete else models if only is None else (only,), first, retry)
             if self._initial is None:
                 self._initial = set(models)
             self._reconcile()
 
-    def _update_status(self, complete: bool, first: bool, retry: bool) -> None:
+    def _update_status(self, complete: Container[str], first: bool, retry: bool) -> None:
+        """complete: models whose files are complete, however new they are; retry: what has failed."""
         found = {
             (one.name, one.version): one for model in self._folder.models.values() for one in model.versions.values()
         }
@@ -118,11 +129,12 @@ class ModelManager:
         for key, one in found.items():
             status = self.status.get(key)
             if status is None or status.found.signature != one.signature:
-                settled = complete or (first and one.newest < time.time() - SETTLED_S)
+                settled = one.name in complete or (first and one.newest < time.time() - SETTLED_S)
                 loaded = None if status is None else status.loaded
                 self.status[key] = VersionStatus(one, loaded=loaded, settled=settled)
             else:
-                status.settled = True
+                unchanged = time.monotonic() - status.seen >= 0.9 * POLL_S  # requests of operators list it more often
+                status.settled = status.settled or one.name in complete or unchanged
                 if retry and status.state == "failed":
                     status.state, status.reason, status.public_reason = "available", "", ""
 
@@ -291,11 +303,28 @@ class ModelManager:
         model = self._folder.models.get(name)
         return {} if model is None else {version: found.signature for version, found in model.versions.items()}
 
-    async def reload(self, wait: float) -> None:
-        """List the folder now, taking its files as complete; wait up to `wait` seconds until nothing is loading."""
-        await self.poll(complete=True)
+    async def reload(self, wait: float, only: str | None = None) -> None:
+        """List the folder now; wait up to `wait` seconds until nothing is loading. For the parameter see `poll`."""
+        await self.poll(complete=True, only=only)
         until = time.monotonic() + wait
-        while (self._loading is not None or self._missing()) and time.monotonic() < until:
-            await asyncio.sleep(0.05)
+        while time.monotonic() < until:
             if self._loading is None:
-                await self.poll()
+                await self.poll(complete=True, only=only)
+                if self._loading is None:
+                    return
+            await asyncio.sleep(0.05)
+
+
+def _return_memory() -> None:
+    """Return freed memory to the system and, for other processes, to the GPU."""
+    trim_malloc()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _is_usable(status: VersionStatus) -> bool:
+    return status.state != "failed" or status.loaded is not None
+
+
+def _order(status: VersionStatus) -> list[tuple[int, int, str]]:
+    return version_key(status.found.version)

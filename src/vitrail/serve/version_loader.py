@@ -12,8 +12,9 @@ import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -77,6 +78,8 @@ class VersionStatus:
     loaded: ModelVersion | None = None
     settled: bool = False
     """Whether its files are complete."""
+    seen: float = field(default_factory=time.monotonic)
+    """When these files were first listed."""
 
     def fail(self, error: Exception) -> None:
         """Record why it cannot be used."""
