@@ -214,7 +214,7 @@ class ModelManager:
         title = f"{version.name} {version.version}"
         await self.registry.drain(version)
         del version
-        await asyncio.to_thread(trim_malloc)
+        await asyncio.to_thread(_return_memory)
         log.info("%s: drained and released", title)
 
     # Loading
@@ -235,15 +235,27 @@ class ModelManager:
                 if previous is not None:
                     leases.enter_context(self.registry.lease(found.name, previous.version))
                 version = await self.loader.load(status, model, previous)
+    async def _discard(self, version: ModelVersion) -> None:
+        """Release a version that has never been in use."""
+        await version.stop()
+        self.metrics.remove_model(version.name, version.version)
+        del version
+        await asyncio.to_thread(_return_memory)
+
         except Exception as error:
             self._record_failure(status, error)
             return
         await self._poll_safely()
         if self.status.get((found.name, found.version)) is not status:
-            self.metrics.remove_model(found.name, found.version)
+            await self._discard(version)
             log.warning("%s %s: its files changed while it was loaded", found.name, found.version)
             return
-        version.start()
+        try:
+            version.start()
+        except RuntimeError as error:  # the system has no more threads for this process
+            await self._discard(version)
+            self._record_failure(status, error)
+            return
         replaced = self.registry.add(version, default=self.target(found.name) is status)
         self.registry.sort(self.config.default_model)
         status.state, status.loaded = "ready", version

@@ -122,6 +122,7 @@ class VersionLoader:
             try:
                 version.batcher.warm_up(None if previous is None else previous.batcher)
             except BaseException:
+                version.drop_model()
                 self.metrics.remove_model(found.name, found.version)
                 raise
             return version
