@@ -91,6 +91,11 @@ class Service:
         """Whether the models are warmed up."""
         return self.registry.ready if self.manager is None else self.manager.ready
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether that is so, or no model is left that could become ready."""
+        return self.is_ready if self.manager is None else self.manager.settled
+
     def create_version(
         self, served: ServedModel, batching: BatchingConfig, name: str | None = None, version: str = "1"
     ) -> ModelVersion:
@@ -153,7 +158,8 @@ class Service:
         if self.draining:
             raise RequestError(503, "shutting_down", "the server is shutting down.", {"Retry-After": "1"})
         if not self.is_ready:
-            raise RequestError(503, "not_ready", "the models are warming up.", {"Retry-After": "1"})
+            message = "no model is loaded; see /v1/models." if self.is_settled else "the models are warming up."
+            raise RequestError(503, "not_ready", message, {"Retry-After": "1"})
         return JSONResponse({"status": "ready"})
 
     async def prometheus(self) -> Response:
@@ -346,7 +352,7 @@ def _openapi(default_openapi: Callable[[], dict[str, Any]], service: Service) ->
         described["paths"][path]["get"] |= schema.model_query(models)
     protocol_schema.constrain_to_models(described["paths"], models, service.limits.max_images)
     if models:
-        schema.add_examples(described, service.default.description)
+        schema.add_examples(described, models[0])
     return described
 
 

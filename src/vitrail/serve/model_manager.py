@@ -57,19 +57,24 @@ class ModelManager:
         self._loading: asyncio.Task[None] | None = None
         self._listing = asyncio.Lock()
         self._reported = ""
-        registry.describe_folder = self.describe
+        registry.describe_folder, registry.default_model = self.describe, config.default_model
+
+    @property
+    def settled(self) -> bool:
+        """Whether every model that was in the folder at the start has a ready version, or none that could become so."""
+        return self._initial is not None and all(map(self._is_settled, self._initial))
 
     @property
     def ready(self) -> bool:
-        """Whether every model that was in the folder at the start has a ready version, or none that can be used."""
-        return self._initial is not None and all(map(self._is_settled, self._initial))
+        """Whether that is so, and there is a model at all: a server that can answer nothing must get no requests."""
+        return self.settled and bool(self.registry.names)
 
     def _is_settled(self, name: str) -> bool:
         default = self.registry.default(name)
         if default is not None:
             return default.ready
-        states = {one.state for (model, _), one in self.status.items() if model == name}
-        return states <= {"failed"}
+        model = self._folder.models.get(name)
+        return self.target(name) is None or model is None or bool(model.problem)
 
     async def run(self) -> None:
         """Watch the folder until cancelled."""
@@ -176,11 +181,24 @@ class ModelManager:
     def target(self, name: str) -> VersionStatus | None:
         """The version that should be the default: the newest one that is neither held back nor failed.
 
-        A loaded version whose files have been overwritten with a bad one stays usable.
+        A loaded version whose files have been overwritten with a bad one stays usable. A version in use that is held
+        back stays the default while the next older one, which was chosen instead, cannot be used.
         """
-        statuses = [self.status[name, version] for version in self._offered(name)]
-        usable = [one for one in statuses if one.state != "failed" or one.loaded is not None]
-        return max(usable, key=lambda one: version_key(one.found.version), default=None)
+        offered = [self.status[name, version] for version in self._offered(name)]
+        best = max(filter(_is_usable, offered), key=_order, default=None)
+        current = self._held_in_use(name)
+        if current is None or (best is not None and _order(best) > _order(current)):
+            return best
+        chosen = max((one for one in offered if _order(one) < _order(current)), key=_order, default=None)
+        return best if chosen is None or _is_usable(chosen) else current
+
+    def _held_in_use(self, name: str) -> VersionStatus | None:
+        """The default version, if it is in the folder but held back."""
+        default = self.registry.default(name)
+        if default is None or default.version in self._offered(name) or default.version not in self.signatures(name):
+            return None
+        status = self.status[name, default.version]
+        return status if status.loaded is not None else None
 
     def _offered(self, name: str) -> list[str]:
         """Versions in the folder that are not held back."""
@@ -217,6 +235,13 @@ class ModelManager:
         await asyncio.to_thread(_return_memory)
         log.info("%s: drained and released", title)
 
+    async def _discard(self, version: ModelVersion) -> None:
+        """Release a version that has never been in use."""
+        await version.stop()
+        self.metrics.remove_model(version.name, version.version)
+        del version
+        await asyncio.to_thread(_return_memory)
+
     # Loading
 
     def _loaded(self, task: asyncio.Task[None]) -> None:
@@ -235,13 +260,6 @@ class ModelManager:
                 if previous is not None:
                     leases.enter_context(self.registry.lease(found.name, previous.version))
                 version = await self.loader.load(status, model, previous)
-    async def _discard(self, version: ModelVersion) -> None:
-        """Release a version that has never been in use."""
-        await version.stop()
-        self.metrics.remove_model(version.name, version.version)
-        del version
-        await asyncio.to_thread(_return_memory)
-
         except Exception as error:
             self._record_failure(status, error)
             return
@@ -257,7 +275,7 @@ class ModelManager:
             self._record_failure(status, error)
             return
         replaced = self.registry.add(version, default=self.target(found.name) is status)
-        self.registry.sort(self.config.default_model)
+        self.registry.sort()
         status.state, status.loaded = "ready", version
         self.metrics.loads.labels(found.name, "ready").inc()
         tried = "" if status.report is None else f"; {status.report.describe()}"
