@@ -331,7 +331,7 @@ def create_app(
     app.state.service, app.state.access = service, access
     _add_routes(app, service, bool(access.tokens), hosts is not None)
     if service.manager is not None and models is not None and models.admin_token is not None:
-        add_admin_routes(app, service.manager, models.admin_token)
+        add_admin_routes(app, service.manager, access, models.admin_token)
     for error_type in (RequestError, HTTPException):
         app.add_exception_handler(error_type, partial(_error_response, service.metrics))
     app.add_middleware(
