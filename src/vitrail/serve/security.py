@@ -103,7 +103,7 @@ class SecurityMiddleware:
         finally:
             route = _route_path(scope, self.routes)
             model = scope.get("state", {}).get("model", ("", ""))
-            self.metrics.record_request(route, status, record.seconds, model)
+            self.metrics.record_request(route, status or CLIENT_CLOSED, record.seconds, model)
             self.access.finish(record, scope, method, route, status or CLIENT_CLOSED)
             current.reset(context)
 
