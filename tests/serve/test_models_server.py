@@ -331,6 +331,17 @@ def test_options_that_do_not_go_together_are_errors(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("option", ["--token", "--tokens"])
+def test_clients_must_not_have_the_token_of_operators(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+) -> None:
+    monkeypatch.setenv("OPERATORS", "of-the-operators")
+    (tmp_path / "tokens").write_text("app: of-the-operators\n")
+    where = {"--token": "OPERATORS", "--tokens": str(tmp_path / "tokens")}[option]
+    assert main(["serve", "--models", str(tmp_path), "--admin-token", "OPERATORS", option, where]) != 0
+    assert "the token of --admin-token is one of the clients'" in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_served_model_compares_architectures() -> None:
     one, same, other = (served(vit) for vit in (make_model(1), make_model(2), make_model(1, LABELS[:3])))
     assert ServedModel.computes_like(one, same)
