@@ -18,6 +18,7 @@ from small_models import LABELS
 import vitrail
 from vitrail.cli import main
 from vitrail.serve.app import create_app
+from vitrail.serve.prometheus_metrics import Metrics
 from vitrail.serve.served_model import ServedModel
 
 
@@ -101,6 +102,23 @@ def test_the_metrics_of_a_removed_version_disappear(folder: Path, monkeypatch: p
         wait_until(lambda: client.get("/v1/models").json() == {"object": "list", "data": []})
         assert '"photos"' not in client.get("/metrics").text
         assert predict(client).status_code == 503
+
+
+def test_a_version_that_is_overwritten_has_the_engine_of_its_new_files() -> None:
+    def described() -> list[str]:
+        lines = metrics.render().decode().splitlines()
+        return [line for line in lines if line.startswith(("vitrail_model_info{", "vitrail_queue_images{"))]
+
+    metrics = Metrics()
+    old, new = metrics.for_model("a", "1", "torch", "float32"), metrics.for_model("a", "1", "openvino", "int8")
+    assert len(described()) == 3
+    metrics.remove_model(old)
+    assert described() == [
+        'vitrail_queue_images{model="a",version="1"} 0.0',
+        'vitrail_model_info{engine="openvino",model="a",precision="int8",version="1"} 1.0',
+    ]
+    metrics.remove_model(new)
+    assert described() == []
 
 
 def test_a_failed_version_is_listed_with_its_reason_and_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,7 +238,7 @@ class ModelManager:
     async def _discard(self, version: ModelVersion) -> None:
         """Release a version that has never been in use."""
         await version.stop()
-        self.metrics.remove_model(version.name, version.version)
+        self.metrics.remove_model(version.metrics)
         del version
         await asyncio.to_thread(_return_memory)
 

@@ -129,7 +129,7 @@ class ModelRegistry:
             await retired.stop()
         finally:
             self._draining.remove(retired)
-            self.metrics.remove_model(retired.name, retired.version)
+            self.metrics.remove_model(retired.metrics)
 
     def start(self) -> None:
         """Start the threads of all versions."""

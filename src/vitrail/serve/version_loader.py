@@ -123,7 +123,7 @@ class VersionLoader:
                 version.batcher.warm_up(None if previous is None else previous.batcher)
             except BaseException:
                 version.drop_model()
-                self.metrics.remove_model(found.name, found.version)
+                self.metrics.remove_model(version.metrics)
                 raise
             return version
 
