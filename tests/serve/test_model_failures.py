@@ -129,7 +129,7 @@ def test_a_server_without_a_model_is_not_ready_until_there_is_one(folder: Path) 
                 (put(folder, "photos", "1") / "model.safetensors").write_bytes(b"")
             watched = WatchedFolder(folder)
             await watched.settle()
-            assert watched.service.is_settled
+            assert watched.service.startup_complete
             assert not watched.service.is_ready
             with pytest.raises(RequestError, match="no model is loaded"):
                 await watched.service.ready()
@@ -183,8 +183,8 @@ def test_an_action_on_one_model_does_not_take_the_files_of_another_as_complete(f
         put(folder, "photos", "2")
         for _ in range(3):  # unchanged, but within a second
             await watched.manager.poll(complete=True, only="photos")
-        assert watched.manager.status["photos", "2"].settled
-        assert not watched.manager.status["animals", "1"].settled
+        assert watched.manager.status["photos", "2"].files_complete
+        assert not watched.manager.status["animals", "1"].files_complete
         await watched.settle()
         assert watched.states("animals") == {"1": "ready"}
 

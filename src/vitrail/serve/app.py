@@ -92,9 +92,9 @@ class Service:
         return self.registry.ready if self.manager is None else self.manager.ready
 
     @property
-    def is_settled(self) -> bool:
+    def startup_complete(self) -> bool:
         """Whether that is so, or no model is left that could become ready."""
-        return self.is_ready if self.manager is None else self.manager.settled
+        return self.is_ready if self.manager is None else self.manager.startup_complete
 
     def create_version(
         self, served: ServedModel, batching: BatchingConfig, name: str | None = None, version: str = "1"
@@ -158,7 +158,7 @@ class Service:
         if self.draining:
             raise RequestError(503, "shutting_down", "the server is shutting down.", {"Retry-After": "1"})
         if not self.is_ready:
-            message = "no model is loaded; see /v1/models." if self.is_settled else "the models are warming up."
+            message = "no model is loaded; see /v1/models." if self.startup_complete else "the models are warming up."
             raise RequestError(503, "not_ready", message, {"Retry-After": "1"})
         return JSONResponse({"status": "ready"})
 

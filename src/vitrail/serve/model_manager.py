@@ -27,7 +27,7 @@ from vitrail.serve.version_loader import ModelsConfig, VersionFactory, VersionLo
 
 POLL_S = 1.0
 """Seconds between two listings of the folder."""
-SETTLED_S = 5.0
+UNCHANGED_S = 5.0
 """At the start, files that have not changed for this long are taken as complete without a second look."""
 
 log = logging.getLogger("vitrail.serve")
@@ -60,16 +60,16 @@ class ModelManager:
         registry.describe_folder, registry.default_model = self.describe, config.default_model
 
     @property
-    def settled(self) -> bool:
+    def startup_complete(self) -> bool:
         """Whether every model that was in the folder at the start has a ready version, or none that could become so."""
-        return self._initial is not None and all(map(self._is_settled, self._initial))
+        return self._initial is not None and all(map(self._has_started, self._initial))
 
     @property
     def ready(self) -> bool:
         """Whether that is so, and there is a model at all: a server that can answer nothing must get no requests."""
-        return self.settled and bool(self.registry.names)
+        return self.startup_complete and bool(self.registry.names)
 
-    def _is_settled(self, name: str) -> bool:
+    def _has_started(self, name: str) -> bool:
         default = self.registry.default(name)
         if default is not None:
             return default.ready
@@ -134,12 +134,12 @@ class ModelManager:
         for key, one in found.items():
             status = self.status.get(key)
             if status is None or status.found.signature != one.signature:
-                settled = one.name in complete or (first and one.newest < time.time() - SETTLED_S)
+                files_complete = one.name in complete or (first and one.newest < time.time() - UNCHANGED_S)
                 loaded = None if status is None else status.loaded
-                self.status[key] = VersionStatus(one, loaded=loaded, settled=settled)
+                self.status[key] = VersionStatus(one, loaded=loaded, files_complete=files_complete)
             else:
                 unchanged = time.monotonic() - status.seen >= 0.9 * POLL_S  # requests of operators list it more often
-                status.settled = status.settled or one.name in complete or unchanged
+                status.files_complete = status.files_complete or one.name in complete or unchanged
                 if retry and status.state == "failed":
                     status.state, status.reason, status.public_reason = "available", "", ""
 
@@ -175,7 +175,7 @@ class ModelManager:
         return [
             one
             for one in [*defaults, *kept]
-            if one.state == "available" and one.settled and not self._folder.models[one.found.name].problem
+            if one.state == "available" and one.files_complete and not self._folder.models[one.found.name].problem
         ]
 
     def target(self, name: str) -> VersionStatus | None:

@@ -76,7 +76,7 @@ class VersionStatus:
     """The same for clients, without paths."""
     report: CanaryReport | None = None
     loaded: ModelVersion | None = None
-    settled: bool = False
+    files_complete: bool = False
     """Whether its files are complete."""
     seen: float = field(default_factory=time.monotonic)
     """When these files were first listed."""
