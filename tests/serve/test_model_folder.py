@@ -73,6 +73,14 @@ def test_the_signature_changes_with_every_file_also_a_hidden_one(tmp_path: Path)
     assert len(set(signatures)) == 5
 
 
+def test_servers_that_see_the_folder_under_other_paths_agree_on_the_signature(tmp_path: Path) -> None:
+    write(tmp_path / "models/photos/1/config.json")
+    (tmp_path / "mounted").symlink_to(tmp_path / "models")
+    one, other = (find_models(tmp_path / name)["photos"].versions["1"] for name in ("models", "mounted"))
+    assert one.path != other.path
+    assert one.signature == other.signature
+
+
 def test_of_a_run_only_its_model_counts(tmp_path: Path) -> None:
     run = tmp_path / "photos/1"
     write(run / "config.json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from small_models import LABELS
 import vitrail
 from vitrail.cli import main
 from vitrail.serve.app import create_app
+from vitrail.serve.prometheus_metrics import Metrics
 from vitrail.serve.served_model import ServedModel
 
 
@@ -102,6 +104,23 @@ def test_the_metrics_of_a_removed_version_disappear(folder: Path, monkeypatch: p
         assert predict(client).status_code == 503
 
 
+def test_a_version_that_is_overwritten_has_the_engine_of_its_new_files() -> None:
+    def described() -> list[str]:
+        lines = metrics.render().decode().splitlines()
+        return [line for line in lines if line.startswith(("vitrail_model_info{", "vitrail_queue_images{"))]
+
+    metrics = Metrics()
+    old, new = metrics.for_model("a", "1", "torch", "float32"), metrics.for_model("a", "1", "openvino", "int8")
+    assert len(described()) == 3
+    metrics.remove_model(old)
+    assert described() == [
+        'vitrail_queue_images{model="a",version="1"} 0.0',
+        'vitrail_model_info{engine="openvino",model="a",precision="int8",version="1"} 1.0',
+    ]
+    metrics.remove_model(new)
+    assert described() == []
+
+
 def test_a_failed_version_is_listed_with_its_reason_and_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(folder, "photos", "1", seed=1)
     with run_models(folder, monkeypatch) as (client, _):
@@ -155,10 +174,11 @@ def test_admin_routes_need_their_own_token_and_do_not_exist_without_one(
     put(folder, "photos", "1")
     other = {"authorization": "Bearer of-the-clients"}
     with run_models(folder, monkeypatch, token="of-the-clients") as (client, _):
-        for headers in ({}, other, {"authorization": "Basic b3BlcmF0b3Jz"}):
+        basic = {"authorization": "Basic b3BlcmF0b3Jz"}
+        for headers, code in (({}, "missing_token"), (other, "invalid_token"), (basic, "missing_token")):
             for method, path in (("GET", "models"), ("POST", "reload"), ("POST", "models/photos/versions/1/unload")):
                 refused = client.request(method, f"/admin/{path}", headers=headers)
-                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_token")
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, code)
         assert client.get("/v1/models", headers=ADMIN).status_code == 401
         assert client.get("/admin/models", headers=ADMIN).json()["models"][0]["versions"][0]["path"].startswith("/")
         for path, status in (
@@ -171,6 +191,51 @@ def test_admin_routes_need_their_own_token_and_do_not_exist_without_one(
             assert client.post(f"/admin/{path}", headers=ADMIN).status_code == status
     with run_server(served()) as (client, _):
         assert client.get("/admin/models", headers=ADMIN).status_code == 404
+
+
+def test_a_return_to_a_broken_version_leaves_the_one_in_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(folder, "photos", "0")
+    broken = put(folder, "photos", "1", seed=1) / "model.safetensors"
+    data = broken.read_bytes()
+    broken.write_bytes(b"")
+    put(folder, "photos", "2", seed=2)
+    with run_models(folder, monkeypatch) as (client, service):
+        path = "/admin/models/photos/versions/1/default"
+        refused = client.post(f"{path}?wait=60", headers=ADMIN)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "version_failed")
+        assert states_of(client) == {"0": "available", "1": "failed", "2": "ready"}
+        assert service.manager is not None
+        assert not service.manager.choices_file.read().of("photos").held  # also after a restart
+        assert client.post(path, headers=ADMIN).status_code == 200  # without waiting for the result
+        wait_until(lambda: states_of(client)["1"] == "failed")
+        assert predict(client).json()["version"] == "2"
+        broken.write_bytes(data)
+        wait_until(lambda: predict(client).json()["version"] == "1")
+
+
+def test_a_version_is_unloaded_although_a_newer_one_has_failed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(folder, "photos", "1", seed=1)
+    put(folder, "photos", "2", seed=2)
+    (put(folder, "photos", "3") / "model.safetensors").write_bytes(b"")
+    with run_models(folder, monkeypatch) as (client, _):
+        client.post("/admin/models/photos/versions/2/unload?wait=60", headers=ADMIN)
+        wait_until(lambda: states_of(client) == {"1": "ready", "2": "available", "3": "failed"})
+
+
+def test_guesses_of_the_token_of_operators_are_counted_and_limited(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, request_pool: ThreadPoolExecutor
+) -> None:
+    put(folder, "photos", "1")
+    with run_models(folder, monkeypatch) as (client, _):
+
+        def guess(number: int) -> int:
+            return client.get("/admin/models", headers={"authorization": f"Bearer guess-{number}"}).status_code
+
+        assert set(request_pool.map(guess, range(30))) == {401, 429}
+        text = client.get("/metrics").text
+        assert 'vitrail_authentication_failures_total{reason="wrong"}' in text
+        assert 'vitrail_authentication_failures_total{reason="limited"}' in text
+        assert client.get("/admin/models", headers=ADMIN).status_code == 200
 
 
 def test_reload_takes_new_files_at_once_and_says_why_a_version_failed(
@@ -282,6 +347,17 @@ def test_options_that_do_not_go_together_are_errors(
     monkeypatch.chdir(tmp_path)
     assert main(["serve", *options]) != 0
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("option", ["--token", "--tokens"])
+def test_clients_must_not_have_the_token_of_operators(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+) -> None:
+    monkeypatch.setenv("OPERATORS", "of-the-operators")
+    (tmp_path / "tokens").write_text("app: of-the-operators\n")
+    where = {"--token": "OPERATORS", "--tokens": str(tmp_path / "tokens")}[option]
+    assert main(["serve", "--models", str(tmp_path), "--admin-token", "OPERATORS", option, where]) != 0
+    assert "the token of --admin-token is one of the clients'" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_served_model_compares_architectures() -> None:

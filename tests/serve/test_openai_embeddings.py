@@ -42,7 +42,7 @@ def api(http: httpx.Client) -> Iterator[Any]:
 @pytest.mark.parametrize("options", [{}, {"encoding_format": "float"}])
 def test_embeddings_are_the_features_of_the_images(api: Any, vit: vitrail.Model, options: dict[str, str]) -> None:
     answer = api.embeddings.create(model="small", input=URIS, **options)
-    assert (answer.object, answer.model) == ("list", "small")
+    assert (answer.object, answer.model, answer.version) == ("list", "small", "1")
     assert [(one.object, one.index) for one in answer.data] == [("embedding", index) for index in range(3)]
     assert np.allclose([one.embedding for one in answer.data], vit.embed(PHOTOS), atol=1e-5)
     assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (0, 0)
@@ -70,6 +70,7 @@ def test_images_may_be_content_parts_and_messages(http: httpx.Client, vit: vitra
         {"input": [part(URIS[0]), URIS[1]]},
         {"input": part(URIS[0])},
         {"messages": [{"role": "user", "content": [part(URIS[0])]}]},
+        {"input": URIS[0], "encoding_format": None, "dimensions": None, "user": None, "messages": None},
     ]
     for request in requests:
         data = http.post("/v1/embeddings", json={"model": "small", "version": "1"} | request).json()["data"]

@@ -20,6 +20,7 @@ from vitrail.serve.image_decoder import FORMATS
 from vitrail.serve.limits import BatchingConfig, Limits
 from vitrail.serve.prometheus_metrics import Metrics
 from vitrail.serve.schema import PredictParameters
+from vitrail.serve.security import PUBLIC_PATHS, PUBLIC_PREFIXES
 
 PAGE = (ROOT / "docs" / "serving.md").read_text()
 
@@ -67,6 +68,17 @@ def test_the_page_lists_all_routes_fills_and_their_defaults() -> None:
     assert match
     assert set(re.findall(r"`(\w+)`", match[1])) == set(get_args(Fill))
     assert f"`{values.fill}`, the mean color of the image (default)" in " ".join(match[1].split())
+
+
+def test_the_page_lists_the_paths_that_need_no_token() -> None:
+    sentence = " ".join(PAGE.partition("- `--token NAME` requires")[2].partition("own.")[0].split())
+    named = set(re.findall(r"`(/[^`]*)`", sentence))
+    assert named == {*PUBLIC_PATHS, *(prefix.rstrip("/") for prefix in PUBLIC_PREFIXES)} - {"/static", "/samples"}
+
+
+def test_the_package_lists_its_modules() -> None:
+    listed = set(re.findall(r"\b(\w+\.py)\b", serving.__doc__ or ""))
+    assert listed == {path.name for path in Path(serving.__file__).parent.glob("*.py")} - {"__init__.py"}
 
 
 def test_command_line_options_on_the_page_exist() -> None:

@@ -23,6 +23,7 @@ from vitrail.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
     from vitrail.serve.served_model import ServedModel
+    from vitrail.serve.server import ServerConfig
 
 LOOPBACK = ("127.", "::1", "localhost")
 ENGINES = ("torch", "onnxruntime", "openvino", "auto")
@@ -103,6 +104,7 @@ def serve(
         access=access.config(),
         models=folder.config(partial(load_folder_model, engine.engine, cores, options), engine.engine),
     )
+    _check_admin_token(config)
     sock = server.bind_socket(host, port)
     if token is None and access.tokens is None and not on_loopback:
         print_note(
@@ -115,6 +117,18 @@ def serve(
     if access.log_to_stdout:
         started = partial(_on_stderr, started)
     supervisor.serve(loader, sock, config, workers, started, _print_stopping)
+
+
+def _check_admin_token(config: ServerConfig) -> None:
+    """Raise ConfigError if clients have the token of operators."""
+    from vitrail.serve.token_store import TokenStore
+
+    admin_token = None if config.models is None else config.models.admin_token
+    if admin_token is not None and TokenStore(config.token, config.access.tokens).find(admin_token.encode()):
+        raise ConfigError(
+            "the token of --admin-token is one of the clients', who could change the models with it; try another one, "
+            "made by: openssl rand -hex 32"
+        )
 
 
 def load_folder_model(engine: str | None, cores: int, options: dict[str, Any], path: str) -> ServedModel:

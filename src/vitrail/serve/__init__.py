@@ -7,7 +7,7 @@ model_registry.py      names -> versions -> the one that answers by default;   m
 model_manager.py       watches a folder of models: load, switch, drain;   model_folder.py: what is in it
 version_loader.py      loads a version in the background;   canary.py: tries it on images
 admin.py               routes of operators;   model_choices.py: what they chose, in a file that all workers follow
-request_parsing.py     request body -> images and parameters, within limits
+request_parsing.py     request body -> images and parameters, within limits;   call.py: a request that has been received
 image_decoder.py       image bytes -> pixels, header checked first;   image_headers.py: cost of a header
 decode_pool.py         images of many requests -> pixels;   decode_process.py: large images, in a low-priority process
 fork_server.py         forks and kills those processes
@@ -26,8 +26,9 @@ trace_context.py       the caller's trace;   spans.py: OpenTelemetry
 prometheus_metrics.py  metrics;   static_files.py: the files of web/
 
 Other protocols:
+protocol_routes.py     their routes;   protocol_schema.py: their part of /openapi.json
 open_inference.py      Open Inference Protocol v2;   inference_outputs.py: its outputs
-tensor_codec.py        its bodies, JSON and binary;   inference_schema.py: its part of /openapi.json
+tensor_codec.py        its bodies, JSON and binary
 openai_embeddings.py   /v1/embeddings in the shape of OpenAI's API
 sagemaker.py           /ping and /invocations of Amazon SageMaker
 ray_serve.py           the service as a Ray Serve application: deployment

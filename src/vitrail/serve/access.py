@@ -19,7 +19,7 @@ from vitrail.serve.http_errors import RequestError
 from vitrail.serve.prometheus_metrics import MULTIPROC_DIR
 from vitrail.serve.rate_limit import BucketTable, RateLimit, rate_headers
 from vitrail.serve.request_record import RequestRecord, choose_request_id
-from vitrail.serve.token_store import Token, TokenStore, read_tokens
+from vitrail.serve.token_store import TokenStore, read_tokens
 from vitrail.serve.trace_context import parse_traceparent
 
 FAILURE_LIMIT = RateLimit(rate=1.0, burst=20)
@@ -109,9 +109,10 @@ class Access:
         An accepted token passes however many wrong ones came from its address, which others may share.
         """
         token = self.tokens.find(given)
-        if token is None or (token.expires is not None and token.expires <= record.started_at):
-            await self._reject(token, record)
-            return
+        if token is None:
+            raise await self.failure(record, "wrong", "the token is wrong; use a token that the server accepts.")
+        if token.expires is not None and token.expires <= record.started_at:
+            raise await self.failure(record, "expired", "the token has expired; use the one that replaces it.")
         if token.name is not None:
             record.token, record.client = token.name, f"token {token.name}"
             scope["state"]["client"] = record.client
@@ -119,20 +120,16 @@ class Access:
         if token.rate is not None:
             record.rate_limit = token.rate
 
-    async def _reject(self, token: Token | None, record: RequestRecord) -> None:
-        """Raise the error for a token that is not accepted."""
+    async def failure(self, record: RequestRecord, reason: str, message: str) -> RequestError:
+        """The error for a token that is not accepted, after a delay; another one after many from the same address."""
         allowed, full_in = self.buckets.take(f"failures {address_key(record.address)}", FAILURE_LIMIT)
-        reason = "limited" if not allowed else "wrong" if token is None else "expired"
-        self.metrics.authentication_failures.labels(reason).inc()
+        self.metrics.authentication_failures.labels(reason if allowed else "limited").inc()
         await asyncio.sleep(FAILURE_DELAY_S if allowed else LIMITED_DELAY_S)
         if not allowed:
             after = math.ceil(FAILURE_LIMIT.seconds_until_one(full_in))
             message = f"too many wrong tokens from your address; try again in {after} s."
-            raise RequestError(429, "too_many_failures", message, {"Retry-After": str(after)})
-        message = "the token is wrong; use a token that the server accepts."
-        if token is not None:
-            message = "the token has expired; use the one that replaces it."
-        raise RequestError(401, "invalid_token", message, {"WWW-Authenticate": 'Bearer error="invalid_token"'})
+            return RequestError(429, "too_many_failures", message, {"Retry-After": str(after)})
+        return RequestError(401, "invalid_token", message, {"WWW-Authenticate": 'Bearer error="invalid_token"'})
 
     def reject_missing(self) -> None:
         """Raise the error for a request without a token."""

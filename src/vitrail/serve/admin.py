@@ -7,37 +7,43 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from vitrail.serve.access import Access
 from vitrail.serve.http_errors import RequestError
-from vitrail.serve.model_choices import Choices
+from vitrail.serve.model_choices import Choices, ModelChoice
 from vitrail.serve.model_manager import ModelManager
 from vitrail.serve.model_registry import version_key
+from vitrail.serve.request_record import current_record
 
 MAX_WAIT_S = 600.0
 """Upper limit of the parameter `wait`."""
 ACTIONS = ("load", "unload", "default")
 
+log = logging.getLogger("vitrail.serve")
+
 
 class Admin:
     """The routes under /admin."""
 
-    def __init__(self, manager: ModelManager, token: str) -> None:
-        self.manager, self.token = manager, token.encode()
+    def __init__(self, manager: ModelManager, access: Access, token: str) -> None:
+        self.manager, self.access, self.token = manager, access, token.encode()
 
     async def models(self, request: Request) -> Response:
         """Every model with the state, the path and the full reason of each version."""
-        self.check_token(request)
+        await self.check_token(request)
         return JSONResponse({"models": self.manager.describe(private=True)})
 
     async def reload(self, request: Request) -> Response:
         """List the folder now, without waiting for files to settle, and try again what has failed."""
-        self.check_token(request)
+        await self.check_token(request)
         wait = _read_wait(request)
+        log.info("operator: reload")
 
         def count(choices: Choices) -> None:
             choices.reloads += 1
@@ -49,38 +55,47 @@ class Admin:
     async def act(self, request: Request, name: str, version: str, action: str) -> Response:
         """load: keep a version in memory beside the default; unload: take it out of use; default: answer with it.
 
-        `default` holds newer versions back that are in the folder now; one that comes later is used as usual.
+        `default` holds newer versions back that are in the folder now; one that comes later is used as usual. If the
+        version turns out to be unusable while the request waits, the choice is taken back.
         """
-        self.check_token(request)
+        await self.check_token(request)
         if action not in ACTIONS:
             raise RequestError(404, "not_found", f"got {action[:40]!r}, expected one of {', '.join(ACTIONS)}.")
         wait = _read_wait(request)
-        await self.manager.poll(complete=True)
+        await self.manager.poll(complete=True, only=name)
         signatures = self._signatures(name, version)
-        newer = {one: found for one, found in signatures.items() if version_key(one) > version_key(version)}
+        target = self.manager.target(name)
+        in_use = None if target is None else target.found.version
+        before, after = ModelChoice(), ModelChoice()
+        log.info("operator: %s %s %s", action, name, version)
 
         def apply(choices: Choices) -> None:
-            choice = choices.of(name)
-            held = {one: found for one, found in choice.held.items() if signatures.get(one) == found}
-            if action == "default":
-                held = {one: found for one, found in held.items() if one != version} | newer
-            elif action == "unload" and version == _newest(signatures.keys() - held.keys()):
-                held[version] = signatures[version]
-            choice.held, kept = held, {*choice.kept} - {version}
-            choice.kept = sorted(kept | {version} if action == "load" else kept)
+            nonlocal before, after
+            before = choices.of(name)
+            after = choices.models[name] = _changed(before, action, version, signatures, in_use)
             choices.reloads += action != "unload"
 
+        def take_back(choices: Choices) -> None:
+            if choices.of(name) == after:  # no other operator has changed it since
+                choices.models[name] = before
+
         await asyncio.to_thread(self._change, apply)
-        await self.manager.reload(wait)
-        self._check_result(name, version, action)
+        await self.manager.reload(wait, only=name)
+        status = self.manager.status.get((name, version))
+        if action != "unload" and status is not None and status.state == "failed":
+            if action == "default":
+                await asyncio.to_thread(self._change, take_back)
+                await self.manager.poll()
+            raise RequestError(409, "version_failed", f"version {version} of {name}: {status.reason}")
         return JSONResponse({"models": self.manager.describe(private=True)})
 
-    def check_token(self, request: Request) -> None:
+    async def check_token(self, request: Request) -> None:
         """Raise RequestError unless the request has the token of operators."""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token):
-            message = "the token of --admin-token is required; send Authorization: Bearer TOKEN."
-            raise RequestError(401, "invalid_token", message, {"WWW-Authenticate": "Bearer"})
+        if scheme.lower() != "bearer" or not given.strip():
+            self.access.reject_missing()
+        if not hmac.compare_digest(given.strip().encode(), self.token):
+            raise await self.access.failure(current_record(), "wrong", "the token is wrong; use that of --admin-token.")
 
     def _change(self, change: Callable[[Choices], None]) -> None:
         with self.manager.choices_file.change() as choices:
@@ -95,15 +110,20 @@ class Admin:
             raise RequestError(404, "unknown_version", message)
         return signatures
 
-    def _check_result(self, name: str, version: str, action: str) -> None:
-        """Raise RequestError if the version could not be loaded."""
-        status = self.manager.status.get((name, version))
-        if action != "unload" and status is not None and status.state == "failed":
-            raise RequestError(409, "version_failed", f"version {version} of {name}: {status.reason}")
 
-
-def _newest(versions: Iterable[str]) -> str | None:
-    return max(versions, key=version_key, default=None)
+def _changed(
+    choice: ModelChoice, action: str, version: str, signatures: Mapping[str, str], in_use: str | None
+) -> ModelChoice:
+    """The choice after an action. signatures: the versions in the folder; in_use: the default, or what will be it."""
+    held = {one: found for one, found in choice.held.items() if signatures.get(one) == found}
+    if action == "default":
+        newer = {one: found for one, found in signatures.items() if version_key(one) > version_key(version)}
+        held = {one: found for one, found in held.items() if one != version} | newer
+    newest = max(signatures.keys() - held.keys(), key=version_key, default=None)
+    if action == "unload" and version in (in_use, newest):
+        held[version] = signatures[version]
+    kept = {*choice.kept} - {version}
+    return ModelChoice(held, sorted(kept | {version} if action == "load" else kept))
 
 
 def _read_wait(request: Request) -> float:
@@ -119,9 +139,9 @@ def _read_wait(request: Request) -> float:
     return wait
 
 
-def add_admin_routes(app: FastAPI, manager: ModelManager, token: str) -> None:
+def add_admin_routes(app: FastAPI, manager: ModelManager, access: Access, token: str) -> None:
     """Add the routes, which are not part of /openapi.json."""
-    admin = Admin(manager, token)
+    admin = Admin(manager, access, token)
     options: dict[str, Any] = {"include_in_schema": False, "response_model": None}
     app.get("/admin/models", **options)(admin.models)
     app.post("/admin/reload", **options)(admin.reload)

@@ -91,6 +91,11 @@ class Service:
         """Whether the models are warmed up."""
         return self.registry.ready if self.manager is None else self.manager.ready
 
+    @property
+    def startup_complete(self) -> bool:
+        """Whether that is so, or no model is left that could become ready."""
+        return self.is_ready if self.manager is None else self.manager.startup_complete
+
     def create_version(
         self, served: ServedModel, batching: BatchingConfig, name: str | None = None, version: str = "1"
     ) -> ModelVersion:
@@ -153,7 +158,8 @@ class Service:
         if self.draining:
             raise RequestError(503, "shutting_down", "the server is shutting down.", {"Retry-After": "1"})
         if not self.is_ready:
-            raise RequestError(503, "not_ready", "the models are warming up.", {"Retry-After": "1"})
+            message = "no model is loaded; see /v1/models." if self.startup_complete else "the models are warming up."
+            raise RequestError(503, "not_ready", message, {"Retry-After": "1"})
         return JSONResponse({"status": "ready"})
 
     async def prometheus(self) -> Response:
@@ -325,7 +331,7 @@ def create_app(
     app.state.service, app.state.access = service, access
     _add_routes(app, service, bool(access.tokens), hosts is not None)
     if service.manager is not None and models is not None and models.admin_token is not None:
-        add_admin_routes(app, service.manager, models.admin_token)
+        add_admin_routes(app, service.manager, access, models.admin_token)
     for error_type in (RequestError, HTTPException):
         app.add_exception_handler(error_type, partial(_error_response, service.metrics))
     app.add_middleware(
@@ -346,7 +352,7 @@ def _openapi(default_openapi: Callable[[], dict[str, Any]], service: Service) ->
         described["paths"][path]["get"] |= schema.model_query(models)
     protocol_schema.constrain_to_models(described["paths"], models, service.limits.max_images)
     if models:
-        schema.add_examples(described, service.default.description)
+        schema.add_examples(described, models[0])
     return described
 
 

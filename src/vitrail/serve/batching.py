@@ -146,7 +146,8 @@ class Batcher:
             self._stopping = True
             self._changed.notify_all()
         for thread in self._threads:
-            await asyncio.to_thread(thread.join)
+            if thread.is_alive():  # not if it could not be started
+                await asyncio.to_thread(thread.join)
         await asyncio.to_thread(self.decode_pool.stop)
 
     async def infer(

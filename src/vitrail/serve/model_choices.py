@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -13,6 +15,8 @@ from vitrail.storage.atomic_write import write_json
 from vitrail.storage.locks import file_lock
 
 FILE_NAME = ".vitrail-serve.json"
+
+log = logging.getLogger("vitrail.serve")
 
 
 @dataclass
@@ -40,23 +44,37 @@ class Choices:
 
 
 class ChoicesFile:
-    """Reads and changes the file. A missing or damaged file means no choices."""
+    """Reads and changes the file. A missing file means no choices; one that cannot be read, those read last."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._last, self._failing = Choices(), False
 
     def read(self) -> Choices:
+        """The choices. Otherwise a version that an operator has taken out of use would return with a read error."""
+        try:
+            self._last, self._failing = self._parse(), False
+        except (OSError, ValueError) as error:
+            if not self._failing:
+                log.error("%s cannot be read (%s); the choices stay as they are", self.path, error)
+            self._failing = True
+        return self._last
+
+    def _parse(self) -> Choices:
         try:
             values: Any = json.loads(self.path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return Choices()
+        try:
             models = {str(name): ModelChoice(**choice) for name, choice in values["models"].items()}
             return Choices(models, int(values["reloads"]))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return Choices()
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"unexpected contents: {error}") from None
 
     @contextmanager
     def change(self) -> Iterator[Choices]:
         """Read the choices, and write them after the `with` block; other processes wait meanwhile."""
         with file_lock(self.path.with_suffix(".lock")):
-            choices = self.read()
+            choices = copy.deepcopy(self.read())
             yield choices
             write_json(self.path, asdict(choices), overwrite=True)

@@ -7,15 +7,16 @@ under a hidden name are invisible until they are renamed.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from vitrail.engines.exported_files import SUFFIXES, existing_files
 from vitrail.errors import ConfigError, did_you_mean
@@ -66,38 +67,61 @@ class FoundModel:
     """Folder with images to try new versions on."""
     settings: ModelSettings = field(default_factory=ModelSettings)
     problem: str = ""
-    """Why the settings cannot be read; no new version is loaded meanwhile."""
+    """Why the files or the settings cannot be read; no new version is loaded meanwhile."""
 
 
-def find_models(folder: Path) -> dict[str, FoundModel]:
-    """The models in the folder, by name. Raises OSError if it cannot be read."""
-    models = {}
+def find_models(folder: Path, before: Mapping[str, FoundModel] | None = None) -> dict[str, FoundModel]:
+    """The models in the folder, by name. Raises OSError if it cannot be read.
+
+    before: the models found last. What cannot be read now, as on a network disk that is away, stays as it was: only
+    what does not exist has been removed.
+    """
+    models: dict[str, FoundModel] = {}
     for path in _visible(folder):
-        name = _name_of(path)
-        if NAME.fullmatch(name) and name not in models:
-            with contextlib.suppress(
-                PermissionError, FileNotFoundError, NotADirectoryError
-            ):  # lost+found, just removed
-                model = _find_model(name, path)
-                if model.versions:
-                    models[name] = model
+        last = None if before is None else before.get(path.name) or before.get(path.stem)
+        try:
+            model = _find_model(path, last)
+        except OSError as error:
+            if last is None or _is_missing(error):  # never readable, as lost+found, or just removed
+                continue
+            reason = (error.strerror or type(error).__name__).lower()
+            model = replace(last, problem=f"its files cannot be read: {reason}.")
+        if model is not None and model.versions:
+            models.setdefault(model.name, model)
     return models
 
 
-def _find_model(name: str, path: Path) -> FoundModel:
-    """The versions of the model at this path: one, if it is itself a model."""
-    versions = []
+def _find_model(path: Path, last: FoundModel | None) -> FoundModel | None:
+    """The versions of the model at this path: one, if it is itself a model. None if its name is not one of a model."""
+    name, versions = _name_of(path), []
+    if not NAME.fullmatch(name):
+        return None
     if (model_path := model_in(path, any_name=False)) is not None:
         versions.append(_find_version(name, "1", model_path))
-    elif path.is_dir():
-        entries = [(_name_of(entry), model_in(entry)) for entry in _visible(path)]
-        versions += [
-            _find_version(name, version, found) for version, found in entries if found and NAME.fullmatch(version)
-        ]
+    elif _is_folder(path):
+        known = {} if last is None else last.versions
+        versions += [_find_entry(name, entry, known) for entry in _visible(path)]
     canary = path / CANARY
     settings, problem = _read_settings(path / SETTINGS)
     found_versions = {one.version: one for one in versions if one is not None}
-    return FoundModel(name, found_versions, canary if canary.is_dir() else None, settings, problem)
+    return FoundModel(name, found_versions, canary if _is_folder(canary) else None, settings, problem)
+
+
+def _find_entry(name: str, entry: Path, known: Mapping[str, FoundVersion]) -> FoundVersion | None:
+    """The version at an entry of a model's folder; None if there is none.
+
+    One that cannot be read is as it was found last. If it was never readable, loading it fails and says why.
+    """
+    if entry.name in (CANARY, SETTINGS):
+        return None
+    try:
+        version, path = _name_of(entry), model_in(entry)
+        return _find_version(name, version, path) if path is not None and NAME.fullmatch(version) else None
+    except OSError as error:
+        if _is_missing(error) or not NAME.fullmatch(entry.name):
+            return None
+        unreadable = FoundVersion(name, entry.name, entry, f"unreadable: error {error.errno}", 0, 0.0)
+        return known.get(entry.name) or known.get(entry.stem) or unreadable
 
 
 def model_in(path: Path, any_name: bool = True) -> Path | None:
@@ -108,16 +132,16 @@ def model_in(path: Path, any_name: bool = True) -> Path | None:
     """
     if path.name in (CANARY, SETTINGS):
         return None
-    if path.is_file():
+    if _is_file(path):
         suffix = path.suffix.lower()
-        if suffix == ".bin" and path.with_suffix(".xml").exists():  # the weights of an OpenVINO file
+        if suffix == ".bin" and _is_file(path.with_suffix(".xml")):  # the weights of an OpenVINO file
             return None
         return path if suffix in WEIGHTS_SUFFIXES or suffix in SUFFIXES.values() else None
-    if (path / "config.json").is_file():
+    if _is_file(path / "config.json"):
         return path
-    if not path.is_dir():
+    if not _is_folder(path):
         return None
-    files = [found for one in _visible(path) if one.is_file() and (found := model_in(one)) is not None]
+    files = [found for one in _visible(path) if _is_file(one) and (found := model_in(one)) is not None]
     return files[0] if len(files) == 1 and (any_name or files[0].stem in MODEL_STEMS) else None
 
 
@@ -127,23 +151,54 @@ def _find_version(name: str, version: str, path: Path) -> FoundVersion | None:
     try:
         for file in _files(path):
             status = file.stat()
-            digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
+            inside = file.relative_to(path.parent)  # servers may see the folder under different paths
+            digest.update(f"{inside}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
             size, newest, count = size + status.st_size, max(newest, status.st_mtime, status.st_ctime), count + 1
             if count > MAX_FILES:
                 return None
-    except OSError:
+    except OSError as error:
+        if not _is_missing(error):
+            raise
         return None
     return FoundVersion(name, version, path, digest.hexdigest()[:32], size, newest) if size else None
 
 
 def _files(path: Path) -> Iterator[Path]:
     """All files of a version, including hidden ones that are still being copied; of a run, those of its model."""
-    if path.is_file():
+    if _is_file(path):
         yield from existing_files(path) if path.suffix.lower() in SUFFIXES.values() else [path]
         return
-    is_run = (path / "checkpoint").is_dir() or (path / "metrics.jsonl").exists()
-    for folder, _, names in os.walk(path / "model" if is_run else path):
+    is_run = _is_folder(path / "checkpoint") or _is_file(path / "metrics.jsonl")
+    for folder, _, names in os.walk(path / "model" if is_run else path, onerror=_raise):
         yield from (Path(folder, name) for name in sorted(names))
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+def _is_file(path: Path) -> bool:
+    """Whether this is an existing file. Raises OSError if the disk cannot tell, unlike `Path.is_file`."""
+    return stat.S_ISREG(_mode(path))
+
+
+def _is_folder(path: Path) -> bool:
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: Path) -> int:
+    """Type of a file; 0 if there is none."""
+    try:
+        return path.stat().st_mode
+    except OSError as error:
+        if not _is_missing(error):
+            raise
+        return 0
+
+
+def _is_missing(error: OSError) -> bool:
+    """Whether the error means that there is no such file; other errors do not say whether there is one."""
+    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -152,12 +207,12 @@ def _visible(folder: Path) -> list[Path]:
 
 def _name_of(path: Path) -> str:
     """A file's name without its suffix, a folder's name."""
-    return path.stem if path.is_file() else path.name
+    return path.stem if _is_file(path) else path.name
 
 
 def _read_settings(path: Path) -> tuple[ModelSettings, str]:
     """The settings of a model, and why they cannot be read."""
-    if not path.exists():
+    if not _is_file(path):
         return ModelSettings(), ""
     try:
         return parse_settings(json.loads(path.read_text(encoding="utf-8"))), ""

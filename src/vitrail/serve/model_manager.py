@@ -11,8 +11,11 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from vitrail.errors import VitrailError
 from vitrail.runtime.malloc import trim_malloc
@@ -24,7 +27,7 @@ from vitrail.serve.version_loader import ModelsConfig, VersionFactory, VersionLo
 
 POLL_S = 1.0
 """Seconds between two listings of the folder."""
-SETTLED_S = 5.0
+UNCHANGED_S = 5.0
 """At the start, files that have not changed for this long are taken as complete without a second look."""
 
 log = logging.getLogger("vitrail.serve")
@@ -54,19 +57,24 @@ class ModelManager:
         self._loading: asyncio.Task[None] | None = None
         self._listing = asyncio.Lock()
         self._reported = ""
-        registry.describe_folder = self.describe
+        registry.describe_folder, registry.default_model = self.describe, config.default_model
+
+    @property
+    def startup_complete(self) -> bool:
+        """Whether every model that was in the folder at the start has a ready version, or none that could become so."""
+        return self._initial is not None and all(map(self._has_started, self._initial))
 
     @property
     def ready(self) -> bool:
-        """Whether every model that was in the folder at the start has a ready version, or none that can be used."""
-        return self._initial is not None and all(map(self._is_settled, self._initial))
+        """Whether that is so, and there is a model at all: a server that can answer nothing must get no requests."""
+        return self.startup_complete and bool(self.registry.names)
 
-    def _is_settled(self, name: str) -> bool:
+    def _has_started(self, name: str) -> bool:
         default = self.registry.default(name)
         if default is not None:
             return default.ready
-        states = {one.state for (model, _), one in self.status.items() if model == name}
-        return states <= {"failed"}
+        model = self._folder.models.get(name)
+        return self.target(name) is None or model is None or bool(model.problem)
 
     async def run(self) -> None:
         """Watch the folder until cancelled."""
@@ -95,20 +103,28 @@ class ModelManager:
             log.error(message)
         self._reported = message
 
-    async def poll(self, complete: bool = False) -> None:
-        """List the folder and act on what has changed. complete: the files are complete, however new they are."""
+    async def poll(self, complete: bool = False, only: str | None = None) -> None:
+        """List the folder and act on what has changed.
+
+        complete: the files (of the model `only`, if it is given) are complete, however new they are.
+        """
         async with self._listing:
-            models = await asyncio.to_thread(find_models, self.config.folder)
+            before = self._folder.models
+            models = await asyncio.to_thread(find_models, self.config.folder, before)
             choices = await asyncio.to_thread(self.choices_file.read)
             first, retry = self._initial is None, choices.reloads != self._folder.choices.reloads
             self._folder = _Folder(models, choices)
             self._reported = ""
-            self._update_status(complete, first, retry)
+            for name, model in models.items():
+                if model.problem and (name not in before or before[name].problem != model.problem):
+                    log.error("%s: %s No new version is loaded.", name, model.problem)
+            self._update_status(() if not complete else models if only is None else (only,), first, retry)
             if self._initial is None:
                 self._initial = set(models)
             self._reconcile()
 
-    def _update_status(self, complete: bool, first: bool, retry: bool) -> None:
+    def _update_status(self, complete: Container[str], first: bool, retry: bool) -> None:
+        """complete: models whose files are complete, however new they are; retry: what has failed."""
         found = {
             (one.name, one.version): one for model in self._folder.models.values() for one in model.versions.values()
         }
@@ -118,11 +134,12 @@ class ModelManager:
         for key, one in found.items():
             status = self.status.get(key)
             if status is None or status.found.signature != one.signature:
-                settled = complete or (first and one.newest < time.time() - SETTLED_S)
+                files_complete = one.name in complete or (first and one.newest < time.time() - UNCHANGED_S)
                 loaded = None if status is None else status.loaded
-                self.status[key] = VersionStatus(one, loaded=loaded, settled=settled)
+                self.status[key] = VersionStatus(one, loaded=loaded, files_complete=files_complete)
             else:
-                status.settled = True
+                unchanged = time.monotonic() - status.seen >= 0.9 * POLL_S  # requests of operators list it more often
+                status.files_complete = status.files_complete or one.name in complete or unchanged
                 if retry and status.state == "failed":
                     status.state, status.reason, status.public_reason = "available", "", ""
 
@@ -158,17 +175,30 @@ class ModelManager:
         return [
             one
             for one in [*defaults, *kept]
-            if one.state == "available" and one.settled and not self._folder.models[one.found.name].problem
+            if one.state == "available" and one.files_complete and not self._folder.models[one.found.name].problem
         ]
 
     def target(self, name: str) -> VersionStatus | None:
         """The version that should be the default: the newest one that is neither held back nor failed.
 
-        A loaded version whose files have been overwritten with a bad one stays usable.
+        A loaded version whose files have been overwritten with a bad one stays usable. A version in use that is held
+        back stays the default while the next older one, which was chosen instead, cannot be used.
         """
-        statuses = [self.status[name, version] for version in self._offered(name)]
-        usable = [one for one in statuses if one.state != "failed" or one.loaded is not None]
-        return max(usable, key=lambda one: version_key(one.found.version), default=None)
+        offered = [self.status[name, version] for version in self._offered(name)]
+        best = max(filter(_is_usable, offered), key=_order, default=None)
+        current = self._held_in_use(name)
+        if current is None or (best is not None and _order(best) > _order(current)):
+            return best
+        chosen = max((one for one in offered if _order(one) < _order(current)), key=_order, default=None)
+        return best if chosen is None or _is_usable(chosen) else current
+
+    def _held_in_use(self, name: str) -> VersionStatus | None:
+        """The default version, if it is in the folder but held back."""
+        default = self.registry.default(name)
+        if default is None or default.version in self._offered(name) or default.version not in self.signatures(name):
+            return None
+        status = self.status[name, default.version]
+        return status if status.loaded is not None else None
 
     def _offered(self, name: str) -> list[str]:
         """Versions in the folder that are not held back."""
@@ -202,8 +232,15 @@ class ModelManager:
         title = f"{version.name} {version.version}"
         await self.registry.drain(version)
         del version
-        await asyncio.to_thread(trim_malloc)
+        await asyncio.to_thread(_return_memory)
         log.info("%s: drained and released", title)
+
+    async def _discard(self, version: ModelVersion) -> None:
+        """Release a version that has never been in use."""
+        await version.stop()
+        self.metrics.remove_model(version.metrics)
+        del version
+        await asyncio.to_thread(_return_memory)
 
     # Loading
 
@@ -228,12 +265,17 @@ class ModelManager:
             return
         await self._poll_safely()
         if self.status.get((found.name, found.version)) is not status:
-            self.metrics.remove_model(found.name, found.version)
+            await self._discard(version)
             log.warning("%s %s: its files changed while it was loaded", found.name, found.version)
             return
-        version.start()
+        try:
+            version.start()
+        except RuntimeError as error:  # the system has no more threads for this process
+            await self._discard(version)
+            self._record_failure(status, error)
+            return
         replaced = self.registry.add(version, default=self.target(found.name) is status)
-        self.registry.sort(self.config.default_model)
+        self.registry.sort()
         status.state, status.loaded = "ready", version
         self.metrics.loads.labels(found.name, "ready").inc()
         tried = "" if status.report is None else f"; {status.report.describe()}"
@@ -291,11 +333,28 @@ class ModelManager:
         model = self._folder.models.get(name)
         return {} if model is None else {version: found.signature for version, found in model.versions.items()}
 
-    async def reload(self, wait: float) -> None:
-        """List the folder now, taking its files as complete; wait up to `wait` seconds until nothing is loading."""
-        await self.poll(complete=True)
+    async def reload(self, wait: float, only: str | None = None) -> None:
+        """List the folder now; wait up to `wait` seconds until nothing is loading. For the parameter see `poll`."""
+        await self.poll(complete=True, only=only)
         until = time.monotonic() + wait
-        while (self._loading is not None or self._missing()) and time.monotonic() < until:
-            await asyncio.sleep(0.05)
+        while time.monotonic() < until:
             if self._loading is None:
-                await self.poll()
+                await self.poll(complete=True, only=only)
+                if self._loading is None:
+                    return
+            await asyncio.sleep(0.05)
+
+
+def _return_memory() -> None:
+    """Return freed memory to the system and, for other processes, to the GPU."""
+    trim_malloc()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _is_usable(status: VersionStatus) -> bool:
+    return status.state != "failed" or status.loaded is not None
+
+
+def _order(status: VersionStatus) -> list[tuple[int, int, str]]:
+    return version_key(status.found.version)

@@ -27,6 +27,8 @@ class ModelRegistry:
         """Describes a watched folder of models, also what is not loaded; None without one."""
         self.expected: frozenset[str] = frozenset()
         """Models that will be loaded, or that cannot be: requests for them get 503, not 404."""
+        self.default_model: str | None = None
+        """Model that answers requests without a model, whether it is loaded or not; None: the first one."""
         self._versions: dict[str, dict[str, ModelVersion]] = {}
         self._defaults: dict[str, str] = {}
         self._draining: list[ModelVersion] = []
@@ -59,10 +61,11 @@ class ModelRegistry:
         return self._versions[name][self._defaults[name]] if name in self._versions else None
 
     def get(self, name: str | None = None, version: str | None = None) -> ModelVersion:
-        """A loaded version; default: the first model, and its default version. Raises RequestError if there is none."""
+        """A loaded version; default: that of the default model. Raises RequestError if there is none."""
+        expected = name is None or name in self.expected
         if name is None:
-            name = next(iter(self._versions), None)
-        if name is None or (name in self.expected and name not in self._versions):
+            name = self.default_model or next(iter(self._versions), None)
+        if name is None or (expected and name not in self._versions):
             message = "no model is loaded" if name is None else f"model {_shorten(name)} has no version that is loaded"
             raise RequestError(503, "model_not_ready", f"{message}; see /v1/models.", {"Retry-After": "1"})
         if name not in self._versions:
@@ -101,9 +104,9 @@ class ModelRegistry:
         """Make a loaded version the default of its model."""
         self._defaults[name] = self.get(name, version).version
 
-    def sort(self, first: str | None = None) -> None:
-        """Order the models by name, with `first` before the others."""
-        names = sorted(self._versions, key=lambda name: (name != first, version_key(name)))
+    def sort(self) -> None:
+        """Order the models by name, with the default model before the others."""
+        names = sorted(self._versions, key=lambda name: (name != self.default_model, version_key(name)))
         self._versions = {name: self._versions[name] for name in names}
 
     def retire(self, removed: ModelVersion) -> None:
@@ -126,7 +129,7 @@ class ModelRegistry:
             await retired.stop()
         finally:
             self._draining.remove(retired)
-            self.metrics.remove_model(retired.name, retired.version)
+            self.metrics.remove_model(retired.metrics)
 
     def start(self) -> None:
         """Start the threads of all versions."""

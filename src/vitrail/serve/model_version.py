@@ -36,11 +36,11 @@ class ModelVersion:
     ) -> None:
         """name: default: the name of the served model; large_images: limits shared with other versions."""
         self.served, self.name, self.version = served, name or served.name, version
-        self.metrics = metrics.for_model(self.name, version, served.engine.name, served.engine.precision)
         self.image_decoder = ImageDecoder(served.preprocess, limits, served.grid)
-        self.batcher = Batcher(served, self.image_decoder, batching, self.metrics, large_images)
         self.explainer = Explainer(served, self.image_decoder)
         self.description = describe_model(served, limits, self.name, version)
+        self.metrics = metrics.for_model(self.name, version, served.engine.name, served.engine.precision)
+        self.batcher = Batcher(served, self.image_decoder, batching, self.metrics, large_images)
         self._positions: dict[str, Any] | None = None
         self._leases = 0
         self._unused = asyncio.Event()
@@ -59,6 +59,10 @@ class ModelVersion:
         """Wait for the requests that use this version, stop its threads and drop the model."""
         await self._unused.wait()
         await self.batcher.stop()
+        self.drop_model()
+
+    def drop_model(self) -> None:
+        """Drop the model, so that its memory is free even if something still refers to this version."""
         self.batcher.release()
         del self.served, self.explainer, self.image_decoder
 

@@ -59,7 +59,8 @@ async def answer(call: Call, parameters: ModelParameters) -> Response:
             f"got dimensions={body.dimensions}, but the embeddings of this model have {dimension} and are not trained "
             "to be shortened; leave dimensions out."
         )
-    return JSONResponse(describe_embeddings(body.encoding_format, call.version.name, rows))
+    described = describe_embeddings(body.encoding_format, call.version.name, rows)
+    return JSONResponse(described | {"version": call.version.version})
 
 
 def parse_values(values: Any, limits: Limits) -> EmbeddingsBody:
@@ -69,6 +70,7 @@ def parse_values(values: Any, limits: Limits) -> EmbeddingsBody:
     for name in values:
         if name not in FIELDS:
             raise _invalid(f"unknown parameter {name[:40]!r}, expected one of {', '.join(FIELDS)}.")
+    values = {name: value for name, value in values.items() if value is not None}  # some clients send null
     model, encoding = values.get("model"), values.get("encoding_format", "float")
     dimensions = values.get("dimensions")
     if not isinstance(model, str):

@@ -36,6 +36,8 @@ MODEL_LABELS = ("model", "version")
 class ModelMetrics:
     """The metrics of one model version."""
 
+    labels: tuple[str, str, str, str]
+    """Model, version, engine and precision."""
     batch_size: Histogram
     queued_images: Gauge
     decode_seconds: Histogram
@@ -119,6 +121,8 @@ class Metrics:
         build_info.labels(__version__).set(1)
         self._models: Multiset[tuple[str, str]] = Multiset()
         """How many objects exist for each model and version: two while one replaces another of the same version."""
+        self._engines: Multiset[tuple[str, str, str, str]] = Multiset()
+        """The same for each model, version, engine and precision."""
         self._lock = threading.Lock()
         self._folder_models: set[str] = set()
         if MULTIPROC_DIR not in os.environ:  # meaningless if another worker answers the next scrape
@@ -126,27 +130,36 @@ class Metrics:
 
     def for_model(self, name: str, version: str, engine: str, precision: str) -> ModelMetrics:
         """The metrics of a version that is being loaded; end with `remove_model`."""
+        labels = (name, version, engine, precision)
         with self._lock:
             self._models[name, version] += 1
-        self.model_info.labels(name, version, engine, precision).set(1)
+            self._engines[labels] += 1
+            self.model_info.labels(*labels).set(1)
         return ModelMetrics(
+            labels,
             self.batch_size.labels(name, version),
             self.queued_images.labels(name, version),
             self.decode_seconds.labels(name, version),
             self.engine_seconds.labels(name, version),
         )
 
-    def remove_model(self, name: str, version: str) -> None:
+    def remove_model(self, removed: ModelMetrics) -> None:
         """Remove the labels of a version."""
+        name, version, *_ = removed.labels
+        # Values cannot be removed from the files that workers share; `render` leaves them out.
+        removable = MULTIPROC_DIR not in os.environ
         with self._lock:
             self._models[name, version] -= 1
-            if self._models[name, version] > 0:
+            self._engines[removed.labels] -= 1
+            self._models, self._engines = +self._models, +self._engines  # without those that are 0
+            if removed.labels not in self._engines:
+                self.model_info.labels(*removed.labels).set(0)
+                if removable:
+                    self.model_info.remove(*removed.labels)
+            if not removable or (name, version) in self._models:
                 return
-            del self._models[name, version]
-        if MULTIPROC_DIR in os.environ:  # values cannot be removed from the shared files; `render` leaves them out
-            return
         families = (self.requests, self.request_seconds, self.batch_size, self.queued_images)
-        for family in (*families, self.decode_seconds, self.engine_seconds, self.model_info):
+        for family in (*families, self.decode_seconds, self.engine_seconds):
             family.remove_by_labels({"model": name, "version": version})
 
     def set_failed(self, counts: dict[str, int]) -> None:

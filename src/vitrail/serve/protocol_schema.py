@@ -80,6 +80,7 @@ class EmbeddingsResponse(BaseModel):
     object: Literal["list"]
     data: list[Embedding]
     model: str
+    version: str = Field(description="Version of the model; not in OpenAI's API.")
     usage: Usage
 
 

@@ -34,6 +34,8 @@ RAW_SECURITY_HEADERS = [(name.lower().encode(), value.encode()) for name, value 
 PUBLIC_PATHS = ("/", "/docs", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/ping")
 PUBLIC_PREFIXES = ("/static/", "/samples/", "/admin/")
 """Paths that need no token: the probes, the pages, which ask the user for it, and /admin, which has its own."""
+UNLIMITED_PREFIXES = ("/admin/", "/v2/repository/")
+"""Paths of POST routes that compute nothing, so that rate limits do not apply to them."""
 TOKEN_PATTERN = re.compile(r"[\x21-\x7e]+")
 LOOPBACK_HOST = re.compile(r"localhost|127(\.\d{1,3}){3}|\[::1\]")
 """Host names of loopback, which DNS rebinding cannot use."""
@@ -91,7 +93,8 @@ class SecurityMiddleware:
             self.check_host(scope)
             self.check_origin(scope)
             await self.check_token(scope, record)
-            await self.access.limit(scope["method"], record)
+            if not scope["path"].startswith(UNLIMITED_PREFIXES):
+                await self.access.limit(scope["method"], record)
             await self.app(scope, counting_receive, send_with_headers)
         except Exception as error:
             if status:
@@ -100,7 +103,7 @@ class SecurityMiddleware:
         finally:
             route = _route_path(scope, self.routes)
             model = scope.get("state", {}).get("model", ("", ""))
-            self.metrics.record_request(route, status, record.seconds, model)
+            self.metrics.record_request(route, status or CLIENT_CLOSED, record.seconds, model)
             self.access.finish(record, scope, method, route, status or CLIENT_CLOSED)
             current.reset(context)
 

@@ -98,7 +98,8 @@ class Server(uvicorn.Server):  # type: ignore[misc]
 
     async def on_tick(self, counter: int) -> bool:
         now = time.monotonic()
-        if self.started_at and (self.config.app.state.service.is_ready or now > self.started_at + WARM_UP_TIMEOUT_S):
+        started = self.config.app.state.service.startup_complete
+        if self.started_at and (started or now > self.started_at + WARM_UP_TIMEOUT_S):
             self.started_at = 0.0
             self.on_started()
         if self.drain_requested_at is not None:

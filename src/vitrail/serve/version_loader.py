@@ -12,8 +12,9 @@ import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -75,8 +76,10 @@ class VersionStatus:
     """The same for clients, without paths."""
     report: CanaryReport | None = None
     loaded: ModelVersion | None = None
-    settled: bool = False
+    files_complete: bool = False
     """Whether its files are complete."""
+    seen: float = field(default_factory=time.monotonic)
+    """When these files were first listed."""
 
     def fail(self, error: Exception) -> None:
         """Record why it cannot be used."""
@@ -119,7 +122,8 @@ class VersionLoader:
             try:
                 version.batcher.warm_up(None if previous is None else previous.batcher)
             except BaseException:
-                self.metrics.remove_model(found.name, found.version)
+                version.drop_model()
+                self.metrics.remove_model(version.metrics)
                 raise
             return version
 
