@@ -20,9 +20,10 @@ from typing import Any, Self
 
 from vitrail.bulk.job import Job, OpenJob
 from vitrail.bulk.parts import Part
-from vitrail.bulk.ray_session import connect, import_ray
+from vitrail.bulk.ray_session import connect
 from vitrail.errors import ConfigError, TrainError, VitrailError, first_line
 from vitrail.runtime import warn_once
+from vitrail.runtime.ray_cluster import import_ray
 from vitrail.storage.part_folder import Manifest, PartFolder
 
 MAX_ATTEMPTS = 5

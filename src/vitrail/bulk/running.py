@@ -18,6 +18,7 @@ from vitrail.errors import ConfigError
 from vitrail.evaluation.features import FeatureSpec
 from vitrail.model import Model
 from vitrail.runtime import warn_once
+from vitrail.runtime.ray_cluster import check_address
 from vitrail.storage.part_folder import (
     Manifest,
     PartFolder,
@@ -224,8 +225,8 @@ def _check_options(out: Path, shard: Shard, on: str | None, actors: int | None, 
         raise ConfigError(f"--shard needs a folder, to which all shards write; try --out {out.with_suffix('')}/.")
     if shard.count > 1 and overwrite:
         raise ConfigError("--overwrite would delete the parts of the other shards; delete the folder once instead.")
-    if on is not None and on != "ray" and not on.startswith("ray://"):
-        raise ConfigError(f"--on {on}: expected ray, for this machine, or ray://ADDRESS, for a cluster.")
+    if on is not None:
+        check_address(on)
     if actors is not None and on is None:
         raise ConfigError("--actors needs --on ray.")
     if actors is not None and actors < 1:
