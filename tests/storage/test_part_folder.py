@@ -82,6 +82,35 @@ def test_a_folder_with_other_files_is_not_used(tmp_path):
         numbers_folder(tmp_path / "photos" / "cat.jpg")
 
 
+def test_shards_that_begin_a_folder_at_once_agree(tmp_path, monkeypatch):
+    """Another one writes the manifest and a part while this one looks whether the folder is empty."""
+    (tmp_path / "parts").mkdir()
+    look = Path.iterdir
+
+    def look_late(folder: Path):
+        monkeypatch.setattr(Path, "iterdir", look)
+        numbers_folder(tmp_path / "parts", parts=range(1))
+        return look(folder)
+
+    monkeypatch.setattr(Path, "iterdir", look_late)
+    folder = numbers_folder(tmp_path / "parts", parts=range(1, 3))
+    assert folder.finish() == (7, {})
+    assert {p.name for p in folder.path.glob(".*")} == set()
+
+
+def test_only_the_first_manifest_is_written(tmp_path, monkeypatch):
+    numbers_folder(tmp_path / "parts", parts=range(0))
+    exists, asked = Path.exists, []
+
+    def exists_late(path: Path) -> bool:
+        asked.append(path)
+        return exists(path) and len(asked) > 2  # the first looks are those of a moment before
+
+    monkeypatch.setattr(Path, "exists", exists_late)
+    with pytest.raises(ConfigError, match="features=last, not other"):
+        numbers_folder(tmp_path / "parts", parts=range(0), features="other")
+
+
 def test_overwrite_deletes_the_parts_and_nothing_else(tmp_path):
     folder = numbers_folder(tmp_path / "parts")
     folder.finish()

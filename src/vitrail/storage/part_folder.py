@@ -26,7 +26,7 @@ from vitrail.config import format_version
 from vitrail.errors import ConfigError, DataError, NotFoundError
 from vitrail.runtime import warn_once
 from vitrail.storage.atomic_write import explain_write_errors, new_file, write_json
-from vitrail.storage.locks import try_lock
+from vitrail.storage.locks import file_lock, try_lock
 
 MANIFEST, COMPLETE = "manifest.json", "complete.json"
 METADATA_KEY = b"vitrail"
@@ -108,11 +108,11 @@ class PartFolder:
         if replaced and ((path / COMPLETE).exists() or read_manifest(path).digest != manifest.digest):
             remove_parts(path)
         if not (path / MANIFEST).exists():
-            if not replaced and path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir()):
+            if not replaced and _has_files(path) and not (path / MANIFEST).exists():  # others may just have begun it
                 raise ConfigError(f"{path} is not empty and has no {MANIFEST}; choose another --out.")
             with explain_write_errors(path):
                 path.mkdir(parents=True, exist_ok=True)
-            write_json(path / MANIFEST, manifest.to_dict(), overwrite=True)  # another process may write the same one
+                _write_first(path, manifest)
         stored = read_manifest(path)
         manifest.check_same(stored, path)
         if stored.processor != manifest.processor:
@@ -256,6 +256,21 @@ def join_parts(parts: Sequence[Path], metadata: Mapping[str, Any], out: Path, *,
             with pq.ParquetFile(part) as file:
                 for group in range(file.num_row_groups):
                     writer.write_table(file.read_row_group(group).replace_schema_metadata(schema.metadata))
+
+
+def _write_first(path: Path, manifest: Manifest) -> None:
+    """Write the manifest unless another process, which begins the same folder, is faster."""
+    lock = path / ".lock-begin"
+    with file_lock(lock):
+        if not (path / MANIFEST).exists():
+            write_json(path / MANIFEST, manifest.to_dict())
+        with suppress(OSError):  # from now on nobody needs it; Windows cannot delete an open file
+            lock.unlink(missing_ok=True)
+
+
+def _has_files(path: Path) -> bool:
+    """Whether a folder exists and has files that are not hidden."""
+    return path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir())
 
 
 def read_manifest(path: Path) -> Manifest:
