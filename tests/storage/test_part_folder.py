@@ -191,6 +191,26 @@ def test_the_second_writer_of_a_shard_is_refused(tmp_path):
     assert other_shard.stdout == run_python(LOCK, folder.path, "").stdout == "mine\n"
 
 
+OVERWRITE = """
+import sys
+from pathlib import Path
+from bulk.folders import numbers_folder
+from vitrail.storage.part_folder import delete_leftovers
+delete_leftovers(Path(sys.argv[1]))
+numbers_folder(Path(sys.argv[1]), parts=range(0), overwrite=True, features="other")
+"""
+
+
+def test_parts_that_another_process_writes_are_not_deleted(tmp_path):
+    folder = numbers_folder(tmp_path / "parts", parts=range(2))
+    with folder.lock("1/2"):
+        refused = run_python(OVERWRITE, folder.path)
+    assert f"another process is writing {folder.path}; wait for it to finish" in refused.stderr
+    assert folder.missing() == [2]
+    assert run_python(OVERWRITE, folder.path).returncode == 0
+    assert read_manifest(folder.path).settings["features"] == "other"
+
+
 def test_lock_is_refused_if_the_parts_have_just_been_joined(tmp_path):
     folder = numbers_folder(tmp_path / "f.parquet.parts")
     folder = PartFolder(Path(tmp_path / "gone.parts"), folder.manifest)

@@ -24,6 +24,7 @@ from vitrail.storage.part_folder import (
     PartFolder,
     check_same_settings,
     delete_folder,
+    delete_leftovers,
     file_metadata,
     join_parts,
     read_file_metadata,
@@ -166,7 +167,7 @@ def _run(
     """Compute the missing parts of a shard; join them into a file if `out` is one."""
     parts_path = out.with_name(f"{out.name}.parts") if is_file(out) else out
     if is_file(out) and _is_complete_file(out, manifest, overwrite):
-        delete_folder(parts_path)  # of a process that was killed after joining
+        delete_leftovers(parts_path)
         warn_once([f"{out} is already complete"])
         return file_result(out, written=False)
     folder = PartFolder.begin(parts_path, manifest, overwrite)

@@ -106,6 +106,8 @@ class PartFolder:
             raise ConfigError(f"{path} is a file; choose another --out.")
         replaced = overwrite and (path / MANIFEST).exists()
         if replaced and ((path / COMPLETE).exists() or read_manifest(path).digest != manifest.digest):
+            if is_being_written(path):
+                raise ConfigError(_describe_lock(path))
             remove_parts(path)
         if not (path / MANIFEST).exists():
             if not replaced and _has_files(path) and not (path / MANIFEST).exists():  # others may just have begun it
@@ -213,9 +215,7 @@ class PartFolder:
     @contextmanager
     def lock(self, name: str = "") -> Iterator[None]:
         """Hold the lock of this shard (of everything, without a name): two writers would do all the work twice."""
-        shown = self.path.name.removesuffix(".parts")
-        locked = f"another process is writing {self.path.with_name(shown)}{f' (shard {name})' * bool(name)}"
-        locked += "; wait for it to finish, or choose another --out."
+        locked = _describe_lock(self.path, name)
         with explain_write_errors(self.path):
             try:
                 file = (self.path / f".lock{f'-{name}'.replace('/', '-of-') * bool(name)}").open("a")
@@ -225,6 +225,22 @@ class PartFolder:
             if not try_lock(file.fileno()) or not self.path.exists():
                 raise ConfigError(locked)
             yield
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a process holds one of the locks of a folder of parts."""
+    for lock in path.glob(".lock*"):
+        with suppress(FileNotFoundError), lock.open("a") as file:
+            if not try_lock(file.fileno()):
+                return True
+    return False
+
+
+def _describe_lock(path: Path, name: str = "") -> str:
+    """The error message for a folder that another process writes; `name`: its shard."""
+    shown = path.with_name(path.name.removesuffix(".parts"))
+    shard = f" (shard {name})" if name else ""
+    return f"another process is writing {shown}{shard}; wait for it to finish, or choose another --out."
 
 
 def file_metadata(settings: Mapping[str, Any], unreadable: Mapping[str, str]) -> dict[str, Any]:
@@ -299,6 +315,12 @@ def remove_parts(path: Path) -> None:
 def delete_folder(path: Path) -> None:
     """Delete a folder of parts that have been joined."""
     shutil.rmtree(path, ignore_errors=True)
+
+
+def delete_leftovers(path: Path) -> None:
+    """Delete the folder of parts of a process that was killed after it had joined them."""
+    if not is_being_written(path):
+        delete_folder(path)
 
 
 def format_ranges(numbers: Collection[int]) -> str:
