@@ -181,7 +181,7 @@ class PartFolder:
         for number in numbers:
             about = self.read_part_metadata(number)
             rows += about["num_rows"]
-            unreadable |= about["unreadable"]
+            add_unreadable(unreadable, about)
         return rows, unreadable
 
     def finish(self) -> tuple[int, dict[str, str]]:
@@ -241,6 +241,12 @@ def _describe_lock(path: Path, name: str = "") -> str:
     shown = path.with_name(path.name.removesuffix(".parts"))
     shard = f" (shard {name})" if name else ""
     return f"another process is writing {shown}{shard}; wait for it to finish, or choose another --out."
+
+
+def add_unreadable(all_parts: dict[str, str], about: Mapping[str, Any]) -> None:
+    """Add the unreadable images of a part to those of other parts, which may have images of the same name."""
+    for key, reason in about["unreadable"].items():
+        all_parts[key if key not in all_parts else f"{key} (part {about['part']})"] = reason
 
 
 def file_metadata(settings: Mapping[str, Any], unreadable: Mapping[str, str]) -> dict[str, Any]:
