@@ -144,17 +144,27 @@ def test_settings_name_what_determines_the_rows(vit, photos):
         assert other.manifest().digest != job.manifest().digest
 
 
-def test_an_actor_with_another_model_or_other_images_is_refused(vit, photos, tmp_path):
-    settings = open_job(vit, photos).settings("cpu")
+def test_an_actor_with_another_model_other_images_or_versions_is_refused(vit, photos, tmp_path, monkeypatch):
+    manifest = open_job(vit, photos).manifest()
     other_model = model(small())
     with torch.no_grad():
         other_model.net.norm.weight.add_(1)
-    with pytest.raises(ConfigError, match="node7 found other weights than the manifest has; give it the same files"):
-        open_job(other_model, photos).check_identity(settings, "node7")
+    with pytest.raises(ConfigError, match=r"node7 has weights=\w{8}, and the manifest weights=\w{8}; give it"):
+        open_job(other_model, photos).check_same(manifest, "cpu", "node7")
     other = write_noise_folder(tmp_path / "photos", {"cat": 21, "dog": 20})
-    with pytest.raises(ConfigError, match="node7 found other images than the manifest has"):
-        open_job(vit, other).check_identity(settings, "node7")
-    open_job(vit, photos).check_identity(settings, "node7")
+    with pytest.raises(ConfigError, match="node7 has images="):
+        open_job(vit, other).check_same(manifest, "cpu", "node7")
+    monkeypatch.chdir(photos.parent)
+    open_job(vit, Path(photos.name)).check_same(manifest, "cpu", "node7")  # under another name
+    monkeypatch.setattr("vitrail.bulk.job.version", lambda name: "0.0.1")
+    with pytest.raises(ConfigError, match=r"node7 has vitrail=0\.0\.1, and the manifest vitrail="):
+        open_job(vit, photos).check_same(manifest, "cpu", "node7")
+
+
+def test_the_processor_of_other_machines_is_not_guessed(vit, photos):
+    job = open_job(vit, photos)
+    assert job.manifest().processor == job.processor("cpu") != ""
+    assert job.manifest("cuda").processor == ""
 
 
 def test_a_job_is_small_and_independent_of_the_folder(model_folder, photos, tmp_path, monkeypatch):

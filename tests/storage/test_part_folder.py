@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -70,7 +71,9 @@ def test_another_processor_is_a_note(tmp_path, caplog):
     values = folder.manifest.to_dict() | {"processor": "another CPU"}
     (folder.path / "manifest.json").write_text(json.dumps(values))
     assert PartFolder.begin(folder.path, folder.manifest).manifest.digest == folder.manifest.digest
-    assert "begun on another CPU, continued on" in caplog.text
+    assert "begun on another CPU, continued on" not in caplog.text, "this one is not known"
+    PartFolder.begin(folder.path, replace(folder.manifest, processor="this CPU"))
+    assert "begun on another CPU, continued on this CPU" in caplog.text
 
 
 def test_a_folder_with_other_files_is_not_used(tmp_path):
@@ -176,6 +179,7 @@ def test_more_parts_than_the_open_file_limit_are_joined(tmp_path):
 
 LOCK = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from vitrail.storage.part_folder import PartFolder
 with PartFolder.open(Path(sys.argv[1])).lock(sys.argv[2]): print("mine")
@@ -193,6 +197,7 @@ def test_the_second_writer_of_a_shard_is_refused(tmp_path):
 
 OVERWRITE = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from bulk.folders import numbers_folder
 from vitrail.storage.part_folder import delete_leftovers

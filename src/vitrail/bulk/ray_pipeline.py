@@ -106,6 +106,7 @@ class RayExecutor:
         for row in _rows_through_client(tasks, described, plan):
             if row["error"]:
                 raise TrainError(row["error"])
+            folder.note_processor(row["processor"])
             for key, reason in json.loads(row["unreadable"]).items():
                 warn_once([f"{key} cannot be used: {reason}"], about=self.job.data.source)
             advance(row["num_images"])
@@ -191,7 +192,7 @@ class PartActor:
             part = computed.part
             self.folder.write_part(part.number, computed.table, len(part), computed.unreadable)
             self.folder.forget_attempts(part.number)
-            yield _summary(len(part), unreadable=computed.unreadable)
+            yield _summary(len(part), unreadable=computed.unreadable, processor=job.processor(self.device))
 
     def _open(self) -> OpenJob:
         """Open the model and the data, and check that they are the driver's."""
@@ -200,9 +201,12 @@ class PartActor:
             raise ConfigError(f"{host} does not see {self.folder.path}; choose an --out that all machines share.")
         assert self.job.model is not None
         opened = self.job.open(self.job.model.open(self.device))
-        opened.check_identity(manifest.settings, host)
+        opened.check_same(manifest, self.device, host)
         return opened
 
 
-def _summary(num_images: int = 0, *, unreadable: Mapping[str, str] | None = None, error: str = "") -> dict[str, Any]:
-    return {"num_images": num_images, "unreadable": json.dumps(dict(unreadable or {})), "error": error}
+def _summary(
+    num_images: int = 0, *, unreadable: Mapping[str, str] | None = None, processor: str = "", error: str = ""
+) -> dict[str, Any]:
+    listed = json.dumps(dict(unreadable or {}))
+    return {"num_images": num_images, "unreadable": listed, "processor": processor, "error": error}

@@ -117,12 +117,17 @@ class PartFolder:
                 _write_first(path, manifest)
         stored = read_manifest(path)
         manifest.check_same(stored, path)
-        if stored.processor != manifest.processor:
+        folder = cls(path, stored)
+        folder.note_processor(manifest.processor)
+        return folder
+
+    def note_processor(self, processor: str) -> None:
+        """Log it if parts are computed on another processor than the first ones; empty: unknown."""
+        first = self.manifest.processor
+        if first and processor and first != processor:
             warn_once(
-                [f"begun on {stored.processor}, continued on {manifest.processor}: rows of the two agree to rounding"],
-                about=str(path),
+                [f"begun on {first}, continued on {processor}: rows of the two agree to rounding"], about=str(self.path)
             )
-        return cls(path, stored)
 
     @classmethod
     def open(cls, path: Path) -> PartFolder:
