@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import socket
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -71,10 +72,12 @@ def plan_actors(nodes: Sequence[Mapping[str, float]], device: str, threads: int,
 class RayExecutor:
     """Computes and writes parts on a Ray cluster; a context manager that connects to it."""
 
-    def __init__(self, job: Job, address: str, actors: int | None, device: str) -> None:
+    def __init__(self, job: Job, address: str, actors: int | None, device: str, per_machine: bool = False) -> None:
+        """`per_machine`: start one actor on each machine by default, whose engine uses all of its cores."""
         if job.model is None:
             raise ConfigError("Ray's actors load the model themselves; pass its file, folder or name.")
         self.job, self.address, self.actors, self.requested_device = job, address, actors, device
+        self.per_machine = per_machine
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -93,7 +96,8 @@ class RayExecutor:
         self._stack.close()
 
     def __call__(self, folder: PartFolder, numbers: Sequence[int], advance: Callable[[int], None]) -> None:
-        plan = plan_actors(self.nodes, self.device, self.job.threads, self.actors)
+        machines = sum(node.get("CPU", 0) >= self.job.threads for node in self.nodes) if self.per_machine else None
+        plan = plan_actors(self.nodes, self.device, self.job.threads, self.actors or machines)
         size = 1 if plan.cores == 1 else min(PARTS_PER_TASK, -(-len(numbers) // plan.count))
         tasks = [list(numbers[i : i + size]) for i in range(0, len(numbers), size)]
         if len(tasks) < plan.count and self.actors is None:
@@ -172,8 +176,10 @@ class PartActor:
         except VitrailError as error:
             return [_summary(error=str(error))]
         except Exception as error:
-            where = f"{type(error).__name__}: {first_line(error)}"
-            return [_summary(error=f"an actor on {socket.gethostname()} failed with {where}; see Ray's logs.")]
+            traceback.print_exc()  # to the log of the actor, which a cluster keeps
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(last.filename).name}, line {last.lineno}, on {socket.gethostname()}"
+            return [_summary(error=f"an actor failed with {type(error).__name__}: {first_line(error)} ({where}).")]
 
     def _write(self, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
         job = self.opened = self.opened or self._open()

@@ -14,6 +14,7 @@ from vitrail.bulk.outputs import FeatureOutput, Output, PredictionOutput
 from vitrail.bulk.parts import IMAGES_PER_PART
 from vitrail.bulk.shard_selection import Shard, parse_shard
 from vitrail.config import DataConfig
+from vitrail.engine_model import EngineModel
 from vitrail.errors import ConfigError
 from vitrail.evaluation.features import FeatureSpec
 from vitrail.model import Model
@@ -137,7 +138,8 @@ def run(
         return _run(open_job.manifest(), out, chosen, overwrite, started, advance, LocalExecutor(open_job))
     from vitrail.bulk.ray_pipeline import RayExecutor
 
-    with RayExecutor(job, on, actors, device) as executor:
+    exported = isinstance(opened, EngineModel)  # runs on CPUs, with all cores of a machine
+    with RayExecutor(job, on, actors, "cpu" if exported and device == "auto" else device, exported) as executor:
         manifest = job.open(opened).manifest(executor.device)
         del model, opened  # the actors load it themselves
         return _run(manifest, out, chosen, overwrite, started, advance, executor)

@@ -80,15 +80,21 @@ def ray_cluster(address: str = LOCAL, **local: Any) -> Iterator[Any]:
                 warnings.simplefilter("ignore")  # about what is raised
                 ray.init(**options)
         except Exception as error:  # of many kinds: no such host, no cluster, another version of Ray or Python
-            where = f"{address} ({chosen})" if address == LOCAL else address
-            raise ConfigError(
-                f"cannot connect to {where} ({first_line(error)}); start a cluster with ray start --head, pass "
-                "ray://HOST:10001 from a machine outside it, and set RAY_AUTH_MODE=token if it asks for a token."
-            ) from error
+            raise ConfigError(_describe_failure(address, chosen, first_line(error))) from error
         try:
             yield ray
         finally:
             ray.shutdown()
+
+
+def _describe_failure(address: str, chosen: str, reason: str) -> str:
+    if chosen == "local":
+        return f"Ray could not be started on this machine ({reason}); try again, or join a cluster: ray://HOST:10001."
+    where = chosen if address == LOCAL else address
+    return (
+        f"cannot connect to {where} ({reason}); start a cluster with ray start --head, pass ray://HOST:10001 from a "
+        "machine outside it, and set RAY_AUTH_MODE=token if it asks for a token."
+    )
 
 
 def _choose(address: str) -> str:
