@@ -10,7 +10,7 @@ import pyarrow as pa
 from vitrail.storage.part_folder import Manifest, PartFolder
 
 
-def begin_folder(path: Path, settings: dict[str, Any], images_per_part: int = 3) -> PartFolder:
+def begin_folder(path: Path, settings: dict[str, Any], images_per_part: int = 3, overwrite: bool = False) -> PartFolder:
     """Begin a folder of parts with these settings, of which `task` and `images` are needed."""
     counts = [count for count, _ in settings["images"].values()]
     manifest = Manifest(
@@ -20,13 +20,17 @@ def begin_folder(path: Path, settings: dict[str, Any], images_per_part: int = 3)
         num_parts=sum(-(-count // images_per_part) for count in counts),
         settings=settings,
     )
-    return PartFolder.begin(path, manifest)
+    return PartFolder.begin(path, manifest, overwrite)
 
 
-def numbers_folder(path: Path, count: int = 7, parts: range | None = None, **settings: Any) -> PartFolder:
+def numbers_folder(
+    path: Path, count: int = 7, parts: range | None = None, overwrite: bool = False, **settings: Any
+) -> PartFolder:
     """A folder of parts of three images each, with the column `n`; `parts`: those that exist, by default all."""
     folder = begin_folder(
-        path, {"task": "embed", "images": {"train": [count, "00000000"]}, "features": "last"} | settings
+        path,
+        {"task": "embed", "images": {"train": [count, "00000000"]}, "features": "last"} | settings,
+        overwrite=overwrite,
     )
     for number in range(folder.manifest.num_parts) if parts is None else parts:
         write_numbers(folder, number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pickle
 import subprocess
@@ -15,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT
+from conftest import ROOT, need_extra
 from images import write_noise_folder
 from PIL import Image
 
@@ -71,6 +70,55 @@ def test_every_kind_of_batch_gives_the_same_rows(embedder, photos, encoded):
     frame = embedder(pandas.DataFrame({"id": range(7), "image": encoded}))
     assert list(frame.columns) == ["id", "embedding", "error"]
     assert np.array_equal(np.stack(list(frame["embedding"])), expected)
+
+
+def test_columns_of_the_batch_with_the_names_of_results_are_replaced(embedder, encoded):
+    columns = {"error": ["old"] * 2, "embedding": [1, 2], "bytes": encoded[:2], "id": [3, 4]}
+    for batch in (pa.table(columns), pa.record_batch(columns)):
+        found = embedder(batch)
+        assert found.schema.names == ["id", "embedding", "error"]
+        assert found["error"].null_count == 2
+    assert list(embedder(columns)["error"]) == [None, None]
+
+
+@pytest.mark.parametrize("output", ["features", "predictions"])
+def test_engines_may_pass_empty_batches(model_folder, output):
+    pandas = pytest.importorskip("pandas")
+    embedder = vitrail.Embedder(model_folder, output=output, batch_size=4)
+    empty = pa.table({"id": pa.array([], pa.int64()), "bytes": pa.array([], pa.binary())})
+    columns = embedder(empty).schema.names
+    assert list(embedder({"id": [], "bytes": []})) == columns
+    assert list(embedder(pandas.DataFrame({"id": [], "bytes": []}))) == columns
+    batch = embedder(pa.record_batch({"id": pa.array([], pa.int64()), "bytes": pa.array([], pa.binary())}))
+    assert (batch.schema.names, batch.num_rows) == (columns, 0)
+
+
+def test_rows_of_hugging_face_are_images(embedder, photos, encoded):
+    expected = embedder(encoded[:2])["embedding"]
+    rows = [{"bytes": encoded[0], "path": None}, {"bytes": None, "path": str(photos[1])}]
+    assert (embedder({"image": rows})["embedding"] == expected).all()
+    found = embedder(pa.table({"image": rows}))
+    assert np.array_equal(np.stack(found["embedding"].to_pylist()), expected)
+    assert "got dict" in embedder([{"pixels": 1}])["error"][0]
+
+
+def test_errors_in_pandas_are_none_or_text(embedder, encoded):
+    pandas = pytest.importorskip("pandas")
+    frame = embedder(pandas.DataFrame({"bytes": [encoded[0], b"no image"]}, index=[7, 9]))
+    assert list(frame.index) == [7, 9]
+    assert frame["error"][7] is None
+    assert "not an image" in frame["error"][9]
+
+
+def test_an_exported_model_is_sent_as_its_file(vit, tmp_path, encoded):
+    need_extra("export")
+    vitrail.export(vit, tmp_path / "m.onnx", to="onnx")
+    opened = vitrail.Embedder(vitrail.load(tmp_path / "m.onnx"), output="predictions")
+    expected = opened(encoded[:2])["top_labels"]
+    with pytest.raises(ConfigError, match="cannot be sent to other processes; pass the exported file to Embedder"):
+        pickle.dumps(opened)
+    copy = pickle.loads(pickle.dumps(vitrail.Embedder(tmp_path / "m.onnx", output="predictions")))
+    assert (copy(encoded[:2])["top_labels"] == expected).all()
 
 
 def test_arrays_are_images(vit, embedder):
@@ -141,6 +189,8 @@ def test_without_a_model_the_shipped_one_is_used():
     [
         ({"output": "logits"}, [], "unknown output 'logits'; available: features, predictions"),
         ({"batch_size": 0}, [], "batch_size=0: expected at least 1"),
+        ({"threads": 0}, [], "threads=0: expected at least 1"),
+        ({}, np.zeros((8, 8, 3), np.uint8), r"got an array of shape \(8, 8, 3\), expected N H W C; try \[image\]"),
         ({"top": 0, "output": "predictions"}, [], "top=0: expected at least 1"),
         ({}, b"...", "got one image .bytes., expected a batch, such as a list of them"),
         ({}, 5, "got int, expected a list of images, an array, columns or a table"),
@@ -184,15 +234,13 @@ def check_example(vit: vitrail.Model, photos: list[Path], out: Path) -> None:
 
 
 def test_example_for_dask(vit, model_folder, photos, tmp_path):
-    if importlib.util.find_spec("dask") is None:
-        pytest.skip("dask is not installed")
+    pytest.importorskip("dask", reason="dask is not installed; make test installs it")
     run_example("embed_with_dask.py", photos[0].parent, tmp_path / "features", "--model", model_folder)
     check_example(vit, photos, tmp_path / "features")
 
 
 @pytest.mark.slow
 def test_example_for_ray(vit, model_folder, photos, tmp_path):
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("ray is not installed: pip install 'vitrail[ray]'")
+    need_extra("ray")
     run_example("embed_with_ray.py", photos[0].parent, tmp_path / "features", "--model", model_folder, "--actors", 1)
     check_example(vit, photos, tmp_path / "features")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -15,16 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from bulk.folders import numbers_folder
+from conftest import ROOT, need_extra
 from images import write_noise_folder
 
 import vitrail
 from vitrail.bench.process_tree import descendants, part_actors, title
-from vitrail.bulk.ray_pipeline import ActorPlan, plan_actors
+from vitrail.bulk import ray_pipeline
+from vitrail.bulk.job import Job, ModelSource
+from vitrail.bulk.outputs import PredictionOutput
+from vitrail.bulk.ray_pipeline import ActorPlan, RayExecutor, plan_actors
+from vitrail.config import DataConfig
 from vitrail.errors import ConfigError
 
-if importlib.util.find_spec("ray") is None:
-    pytest.skip("ray is not installed: pip install 'vitrail[ray]'", allow_module_level=True)
+need_extra("ray")
 
 CPUS = [{"CPU": 8.0}, {"CPU": 4.0}]
 
@@ -57,6 +60,18 @@ def test_actors_share_the_cores_of_the_nodes(nodes, device, threads, count, expe
 def test_more_actors_than_the_cluster_can_hold_are_refused(nodes, device, threads, count, message):
     with pytest.raises(ConfigError, match=message):
         plan_actors(nodes, device, threads, count)
+
+
+def test_an_exported_model_has_one_actor_on_each_machine(monkeypatch, tmp_path):
+    """Its engine uses all cores of a machine: an actor for each core would start cores x cores threads."""
+    plans = []
+    monkeypatch.setattr(ray_pipeline, "_rows_through_client", lambda tasks, described, plan: plans.append(plan) or [])
+    job = Job(model=ModelSource("m.onnx"), data=DataConfig(source="digits"), output=PredictionOutput())
+    for per_machine, actors in ((True, None), (True, 3), (False, None)):
+        executor = RayExecutor(job, "ray", actors, "cpu", per_machine)
+        executor.nodes, executor.device = CPUS, "cpu"
+        executor(numbers_folder(tmp_path / "parts", parts=range(0)), range(100), lambda count: None)
+    assert plans == [ActorPlan(2, 4), ActorPlan(3, 4), ActorPlan(12, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +199,7 @@ sys.exit(main(sys.argv[1:]))
     command = embed_command(album, model_folder, tmp_path / "f", "--on", "ray")
     failed = run([sys.executable, "-c", code, *command[3:]], environment)
     assert failed.returncode == 1
-    expected = r"error: an actor on \S+ failed with RuntimeError: the disk; see Ray's logs\.\n"
+    expected = r"error: an actor failed with RuntimeError: the disk \(<string>, line 7, on \S+\)\.\n"
     assert re.fullmatch(expected, failed.stderr), failed.stderr
 
 

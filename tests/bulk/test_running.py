@@ -12,11 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from images import write_noise_folder
+from images import encoded, write_noise_folder
+from PIL import Image
 from small_models import model, small
 
 import vitrail
 from vitrail.bulk.job import Job, ModelSource, OpenJob
+from vitrail.bulk.joining import join
 from vitrail.bulk.outputs import FeatureOutput, PredictionOutput
 from vitrail.bulk.running import embed, predict
 from vitrail.config import DataConfig
@@ -88,6 +90,31 @@ def test_predictions_have_a_row_for_every_image(vit, photos, tmp_path):
         assert row["top_scores"] == pytest.approx([p.score for p in expected], abs=1e-5)
 
 
+def test_images_of_the_same_name_are_told_apart(vit, tmp_path):
+    """Parquet files of the same name in two folders; the row of one cannot be read, that of the other can."""
+    good = [encoded(Image.new("RGB", (8, 8), color), "PNG") for color in ("red", "green", "blue", "gray")]
+    for folder, images in (("a", good), ("b", [good[0], b"bad", b"bad", good[3]]), ("c", [*good[:2], b"bad", good[3]])):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        rows = [{"image": {"bytes": data, "path": None}, "label": n % 2} for n, data in enumerate(images)]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / folder / "0.parquet")
+    result = predict(vit, str(tmp_path / "data"), tmp_path / "p", batch_size=4, images_per_part=8)
+    rows = [row for path in sorted((tmp_path / "p").glob("part-*")) for row in pq.read_table(path).to_pylist()]
+    bad = [5, 6, 10]
+    assert [n for n, row in enumerate(rows) if row["error"]] == bad
+    assert [n for n, row in enumerate(rows) if row["top_labels"] is None] == bad
+    assert list(result.unreadable) == ["0.parquet:1", "0.parquet:2", "0.parquet:2 (part 1)"]
+    assert json.loads((tmp_path / "p" / "complete.json").read_text())["num_unreadable"] == 3
+    joined = join([tmp_path / "p"], tmp_path / "p.parquet")
+    assert joined.unreadable == result.unreadable
+
+
+def test_a_file_that_a_table_lists_twice_counts_twice(vit, photos, tmp_path):
+    names = [str(photos / "cat" / name) for name in ("1.png", "7.png", "7.png")]
+    (tmp_path / "t.csv").write_text("path,label\n" + "".join(f"{name},cat\n" for name in names))
+    result = embed(vit, str(tmp_path / "t.csv"), tmp_path / "f.parquet", batch_size=4)
+    assert (result.num_images, list(result.unreadable)) == (1, [names[1], f"{names[1]} (image 2)"])
+
+
 def test_a_part_without_a_readable_image_is_written(vit, tmp_path):
     folder = write_noise_folder(tmp_path / "photos", {"cat": 4, "dog": 4})
     for path in (folder / "cat").iterdir():
@@ -117,17 +144,27 @@ def test_settings_name_what_determines_the_rows(vit, photos):
         assert other.manifest().digest != job.manifest().digest
 
 
-def test_an_actor_with_another_model_or_other_images_is_refused(vit, photos, tmp_path):
-    settings = open_job(vit, photos).settings("cpu")
+def test_an_actor_with_another_model_other_images_or_versions_is_refused(vit, photos, tmp_path, monkeypatch):
+    manifest = open_job(vit, photos).manifest()
     other_model = model(small())
     with torch.no_grad():
         other_model.net.norm.weight.add_(1)
-    with pytest.raises(ConfigError, match="node7 found other weights than the manifest has; give it the same files"):
-        open_job(other_model, photos).check_identity(settings, "node7")
+    with pytest.raises(ConfigError, match=r"node7 has weights=\w{8}, and the manifest weights=\w{8}; give it"):
+        open_job(other_model, photos).check_same(manifest, "cpu", "node7")
     other = write_noise_folder(tmp_path / "photos", {"cat": 21, "dog": 20})
-    with pytest.raises(ConfigError, match="node7 found other images than the manifest has"):
-        open_job(vit, other).check_identity(settings, "node7")
-    open_job(vit, photos).check_identity(settings, "node7")
+    with pytest.raises(ConfigError, match="node7 has images="):
+        open_job(vit, other).check_same(manifest, "cpu", "node7")
+    monkeypatch.chdir(photos.parent)
+    open_job(vit, Path(photos.name)).check_same(manifest, "cpu", "node7")  # under another name
+    monkeypatch.setattr("vitrail.bulk.job.version", lambda name: "0.0.1")
+    with pytest.raises(ConfigError, match=r"node7 has vitrail=0\.0\.1, and the manifest vitrail="):
+        open_job(vit, photos).check_same(manifest, "cpu", "node7")
+
+
+def test_the_processor_of_other_machines_is_not_guessed(vit, photos):
+    job = open_job(vit, photos)
+    assert job.manifest().processor == job.processor("cpu") != ""
+    assert job.manifest("cuda").processor == ""
 
 
 def test_a_job_is_small_and_independent_of_the_folder(model_folder, photos, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -70,7 +71,9 @@ def test_another_processor_is_a_note(tmp_path, caplog):
     values = folder.manifest.to_dict() | {"processor": "another CPU"}
     (folder.path / "manifest.json").write_text(json.dumps(values))
     assert PartFolder.begin(folder.path, folder.manifest).manifest.digest == folder.manifest.digest
-    assert "begun on another CPU, continued on" in caplog.text
+    assert "begun on another CPU, continued on" not in caplog.text, "this one is not known"
+    PartFolder.begin(folder.path, replace(folder.manifest, processor="this CPU"))
+    assert "begun on another CPU, continued on this CPU" in caplog.text
 
 
 def test_a_folder_with_other_files_is_not_used(tmp_path):
@@ -80,6 +83,35 @@ def test_a_folder_with_other_files_is_not_used(tmp_path):
         numbers_folder(tmp_path / "photos")
     with pytest.raises(ConfigError, match=r"cat\.jpg is a file"):
         numbers_folder(tmp_path / "photos" / "cat.jpg")
+
+
+def test_shards_that_begin_a_folder_at_once_agree(tmp_path, monkeypatch):
+    """Another one writes the manifest and a part while this one looks whether the folder is empty."""
+    (tmp_path / "parts").mkdir()
+    look = Path.iterdir
+
+    def look_late(folder: Path):
+        monkeypatch.setattr(Path, "iterdir", look)
+        numbers_folder(tmp_path / "parts", parts=range(1))
+        return look(folder)
+
+    monkeypatch.setattr(Path, "iterdir", look_late)
+    folder = numbers_folder(tmp_path / "parts", parts=range(1, 3))
+    assert folder.finish() == (7, {})
+    assert {p.name for p in folder.path.glob(".*")} == set()
+
+
+def test_only_the_first_manifest_is_written(tmp_path, monkeypatch):
+    numbers_folder(tmp_path / "parts", parts=range(0))
+    exists, asked = Path.exists, []
+
+    def exists_late(path: Path) -> bool:
+        asked.append(path)
+        return exists(path) and len(asked) > 2  # the first looks are those of a moment before
+
+    monkeypatch.setattr(Path, "exists", exists_late)
+    with pytest.raises(ConfigError, match="features=last, not other"):
+        numbers_folder(tmp_path / "parts", parts=range(0), features="other")
 
 
 def test_overwrite_deletes_the_parts_and_nothing_else(tmp_path):
@@ -147,6 +179,7 @@ def test_more_parts_than_the_open_file_limit_are_joined(tmp_path):
 
 LOCK = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from vitrail.storage.part_folder import PartFolder
 with PartFolder.open(Path(sys.argv[1])).lock(sys.argv[2]): print("mine")
@@ -160,6 +193,27 @@ def test_the_second_writer_of_a_shard_is_refused(tmp_path):
     shown = tmp_path / "f.parquet"
     assert f"another process is writing {shown}; wait for it to finish, or choose another --out." in refused.stderr
     assert other_shard.stdout == run_python(LOCK, folder.path, "").stdout == "mine\n"
+
+
+OVERWRITE = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from bulk.folders import numbers_folder
+from vitrail.storage.part_folder import delete_leftovers
+delete_leftovers(Path(sys.argv[1]))
+numbers_folder(Path(sys.argv[1]), parts=range(0), overwrite=True, features="other")
+"""
+
+
+def test_parts_that_another_process_writes_are_not_deleted(tmp_path):
+    folder = numbers_folder(tmp_path / "parts", parts=range(2))
+    with folder.lock("1/2"):
+        refused = run_python(OVERWRITE, folder.path)
+    assert f"another process is writing {folder.path}; wait for it to finish" in refused.stderr
+    assert folder.missing() == [2]
+    assert run_python(OVERWRITE, folder.path).returncode == 0
+    assert read_manifest(folder.path).settings["features"] == "other"
 
 
 def test_lock_is_refused_if_the_parts_have_just_been_joined(tmp_path):

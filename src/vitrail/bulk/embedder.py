@@ -15,6 +15,7 @@ import torch
 from vitrail.bulk.outputs import Columns, FeatureOutput, Output, PredictionOutput, class_columns, vectors
 from vitrail.config import pair
 from vitrail.data.transforms import EvalTransform, RowErrors
+from vitrail.engine_model import EngineModel
 from vitrail.errors import ConfigError, did_you_mean
 from vitrail.evaluation.features import FeatureSpec
 from vitrail.model import Model
@@ -39,7 +40,8 @@ class Embedder:
 
     A batch is one of
 
-        bytes, paths or arrays     a list of encoded images, of paths, or of uint8 arrays H W C
+        bytes, paths or arrays     a list of encoded images, of paths, of uint8 arrays H W C, or of Hugging Face's rows
+                                   {"bytes": ..., "path": ...}
         an array                   uint8, N H W C
         a mapping of columns       Ray Data's and NumPy's batches
         an Arrow table or batch    Ray Data with batch_format="pyarrow", Spark's mapInArrow
@@ -77,8 +79,9 @@ class Embedder:
         """
         if output not in OUTPUTS:
             raise ConfigError(f"unknown output {output!r}{did_you_mean(output, OUTPUTS)}")
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size}: expected at least 1.")
+        for name, value in (("batch_size", batch_size), ("threads", threads)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: expected at least 1.")
         self.model: str | Path | Model = DEFAULT_MODEL.name if model is None else model
         features = FeatureOutput(spec=spec or FeatureSpec(), normalize=normalize)
         self.output: Output = features if output == "features" else PredictionOutput(top=top)
@@ -95,7 +98,7 @@ class Embedder:
             name = self._image_column(batch.column_names)
             computed, errors = self.compute(batch[name].to_pylist())
             columns = self._arrow_columns(computed, errors)
-            table = batch.drop_columns([name])
+            table = batch.drop_columns([n for n in batch.column_names if n == name or n in columns])
             for other, values in columns.items():
                 table = table.append_column(other, values)
             return table
@@ -104,12 +107,15 @@ class Embedder:
             return {n: values for n, values in batch.items() if n != name} | self._arrays(list(batch[name]))
         if hasattr(batch, "assign") and hasattr(batch, "columns"):  # pandas, without importing it
             name = self._image_column(batch.columns)
-            found = self._arrays(list(batch[name]))
-            return batch.drop(columns=[name]).assign(**{n: list(values) for n, values in found.items()})
+            series, found = type(batch[name]), self._arrays(list(batch[name]))
+            columns = {n: series(list(values), index=batch.index, dtype=object) for n, values in found.items()}
+            return batch.drop(columns=[name]).assign(**columns)
         if isinstance(batch, str | bytes | Path):
             raise ConfigError(f"got one image ({type(batch).__name__}), expected a batch, such as a list of them.")
         if not isinstance(batch, Iterable):
             raise ConfigError(f"got {type(batch).__name__}, expected a list of images, an array, columns or a table.")
+        if isinstance(batch, np.ndarray) and batch.dtype != object and batch.ndim not in (1, 4):
+            raise ConfigError(f"got an array of shape {batch.shape}, expected N H W C; try [image] for one image.")
         return self._arrays(list(batch))
 
     def map(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -127,7 +133,7 @@ class Embedder:
         for first in range(0, max(len(images), 1), self.batch_size):
             chunk, unreadable = images[first : first + self.batch_size], RowErrors()
             pixels = np.zeros((self.batch_size, *size, channels), transform.dtype)
-            transform(dict(enumerate(chunk)), np.zeros(self.batch_size, np.uint64), pixels, unreadable)
+            transform(dict(enumerate(map(_content, chunk))), np.zeros(self.batch_size, np.uint64), pixels, unreadable)
             for row, reason in unreadable.items():
                 errors[first + row] = reason
             columns = output.run(model, torch.from_numpy(pixels).to(model.device).permute(0, 3, 1, 2))
@@ -140,7 +146,7 @@ class Embedder:
         found: dict[str, npt.NDArray[Any]] = {name: values.numpy() for name, values in columns.items()}
         if "top_indices" in columns:
             names = class_columns(self._model(), columns)["top_labels"].to_pylist()
-            found = {"top_labels": np.array(names, object).reshape(len(images), -1)} | found
+            found = {"top_labels": np.array(names, object).reshape(columns["top_indices"].shape)} | found
         return found | {"error": np.array(errors, object)}
 
     def _arrow_columns(self, columns: Columns, errors: Sequence[str | None]) -> dict[str, Any]:
@@ -178,8 +184,20 @@ class Embedder:
                 _MODELS[key] = loaded
             return _MODELS[key]
 
+    def __getstate__(self) -> dict[str, Any]:
+        if isinstance(self.model, EngineModel):
+            raise ConfigError(f"{self.model} cannot be sent to other processes; pass the exported file to Embedder.")
+        return vars(self)
+
     def __repr__(self) -> str:
         return f"<vitrail.Embedder {self.model}, {'features' if self.output.task == 'embed' else 'predictions'}>"
+
+
+def _content(image: Any) -> Any:
+    """An image as `decode` takes it: of Hugging Face's {"bytes": ..., "path": ...}, the bytes or the path."""
+    if isinstance(image, Mapping) and image.keys() <= {"bytes", "path"}:
+        return image.get("bytes") or image.get("path")
+    return image
 
 
 def _blank(values: torch.Tensor, readable: torch.Tensor) -> torch.Tensor:

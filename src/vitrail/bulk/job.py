@@ -29,12 +29,14 @@ from vitrail.open_model import load
 from vitrail.runtime import warn_once
 from vitrail.runtime.cores import usable_cores
 from vitrail.runtime.cpu import detect_cpu
-from vitrail.storage.part_folder import Manifest
+from vitrail.storage.part_folder import Manifest, truncated
 from vitrail.weights.checksum import weights_checksum
 from vitrail.weights.model_info import strip_local_folders
 
 SPLITS = ("train", "validation", "test", "all")
 LOCAL_KINDS = ("folder", "table", "shards")
+NAMES = ("model", "data", "data_digest")
+"""Settings that depend on how the model and the data are named: other processes have absolute paths of both."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,14 @@ class OpenJob:
             images_per_part=whole_batches(self.job.images_per_part, self.job.batch_size),
             num_parts=len(self.parts),
             settings=self.settings(device),
-            processor=detect_cpu().name if device == "cpu" else _accelerator(self.model.device),
+            processor=self.processor(device),
         )
+
+    def processor(self, device: str) -> str:
+        """The processor that computes on a device; empty for a GPU of another machine."""
+        if device == "cpu":
+            return detect_cpu().name
+        return _accelerator(self.model.device) if device == self.model.device.type else ""
 
     def settings(self, device: str) -> dict[str, Any]:
         """Everything that determines the rows."""
@@ -158,11 +166,15 @@ class OpenJob:
         }
         return dict(json.loads(json.dumps(settings)))  # as it will be read back
 
-    def check_identity(self, settings: Mapping[str, Any], where: str) -> None:
-        """Raise ConfigError if this process found another model or other images than those of a manifest."""
-        for name, value in json.loads(json.dumps(self._identity())).items():
-            if settings[name] != value:
-                raise ConfigError(f"{where} found other {name} than the manifest has; give it the same files.")
+    def check_same(self, manifest: Manifest, device: str, where: str) -> None:
+        """Raise ConfigError if this process found another model, other images or versions than a manifest states."""
+        for name, value in self.settings(device).items():
+            stated = manifest.settings.get(name, value)
+            if name not in NAMES and stated != value:
+                raise ConfigError(
+                    f"{where} has {name}={truncated(value)}, and the manifest {name}={truncated(stated)}; give it the "
+                    "same files and versions."
+                )
 
     def _identity(self) -> dict[str, Any]:
         return {

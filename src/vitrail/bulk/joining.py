@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from vitrail.bulk.running import BulkResult, file_result, folder_result, is_file
 from vitrail.errors import ConfigError, DataError
 from vitrail.storage.atomic_write import new_file
-from vitrail.storage.part_folder import PartFolder, describe_missing, file_metadata, join_parts
+from vitrail.storage.part_folder import PartFolder, add_unreadable, describe_missing, file_metadata, join_parts
 
 
 def join(
@@ -36,7 +36,7 @@ def join(
         raise DataError(f"{describe_missing(missing, len(holders))} in {where}; compute them first, with --shard.")
     unreadable: dict[str, str] = {}
     for number, (keeper, *others) in holders.items():
-        unreadable |= keeper.read_part_metadata(number)["unreadable"]
+        add_unreadable(unreadable, keeper.read_part_metadata(number))
         for other in others:
             other.read_part_metadata(number)
             if not _same_rows(keeper.part_path(number), other.part_path(number)):

@@ -45,9 +45,12 @@ class Output(Protocol):
 
     def table(
         self, model: Model, source: Source, split: str, part: range, found: Tensor, columns: Columns,
-        unreadable: Mapping[str, str],
+        unreadable: Mapping[int, str],
     ) -> pa.Table:  # fmt: skip
-        """The rows of a part; `found` are the indices of the rows of `columns`."""
+        """The rows of a part.
+
+        `found` are the indices of the rows of `columns`; `unreadable` says why the others could not be read.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +92,7 @@ class FeatureOutput:
 
     def table(
         self, model: Model, source: Source, split: str, part: range, found: Tensor, columns: Columns,
-        unreadable: Mapping[str, str],
+        unreadable: Mapping[int, str],
     ) -> pa.Table:  # fmt: skip
         """One row per readable image: key, split, label, target, embedding."""
         return pa.table(
@@ -127,13 +130,13 @@ class PredictionOutput:
 
     def table(
         self, model: Model, source: Source, split: str, part: range, found: Tensor, columns: Columns,
-        unreadable: Mapping[str, str],
+        unreadable: Mapping[int, str],
     ) -> pa.Table:  # fmt: skip
         """One row per image: key, split, label, target, top_labels, top_scores, top_indices, error."""
         samples = sample_columns(source, split, list(part))
         row_of = {index: row for row, index in enumerate(found.tolist())}
         rows = pa.array([row_of.get(index) for index in part], pa.int64())  # null: not readable
-        errors = pa.array([unreadable.get(source.key(index)) for index in part], pa.string())
+        errors = pa.array([unreadable.get(index) for index in part], pa.string())
         return pa.table(
             samples | {name: c.take(rows) for name, c in class_columns(model, columns).items()} | {"error": errors}
         )

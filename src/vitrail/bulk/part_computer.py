@@ -95,9 +95,13 @@ class PartComputer:
         """The rows of a part from its batches. `bad` may have images of later parts: the loader reads ahead."""
         found = torch.cat([readable for readable, _ in pending])
         columns = {name: torch.cat([batch[name] for _, batch in pending]) for name in pending[0][1]}
-        keys = [source.key(i) for i in part.indices] if bad else []
-        unreadable = {key: bad[key] for key in keys if key in bad}
-        table = self.output.table(self.model, source, part.split, part.indices, found, columns, unreadable)
+        missing = sorted(set(part.indices) - set(found.tolist()))
+        reasons = {i: bad[source.key(i)] for i in missing}
+        table = self.output.table(self.model, source, part.split, part.indices, found, columns, reasons)
+        unreadable: dict[str, str] = {}
+        for i, reason in reasons.items():
+            key = source.key(i)  # a table may list a file twice
+            unreadable[key if key not in unreadable else f"{key} (image {i})"] = reason
         return ComputedPart(part, table, unreadable)
 
     @contextmanager

@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import socket
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from typing import Any, Self
 
 from vitrail.bulk.job import Job, OpenJob
 from vitrail.bulk.parts import Part
-from vitrail.bulk.ray_session import connect, import_ray
+from vitrail.bulk.ray_session import connect
 from vitrail.errors import ConfigError, TrainError, VitrailError, first_line
 from vitrail.runtime import warn_once
+from vitrail.runtime.ray_cluster import import_ray
 from vitrail.storage.part_folder import Manifest, PartFolder
 
 MAX_ATTEMPTS = 5
@@ -70,10 +72,12 @@ def plan_actors(nodes: Sequence[Mapping[str, float]], device: str, threads: int,
 class RayExecutor:
     """Computes and writes parts on a Ray cluster; a context manager that connects to it."""
 
-    def __init__(self, job: Job, address: str, actors: int | None, device: str) -> None:
+    def __init__(self, job: Job, address: str, actors: int | None, device: str, per_machine: bool = False) -> None:
+        """`per_machine`: start one actor on each machine by default, whose engine uses all of its cores."""
         if job.model is None:
             raise ConfigError("Ray's actors load the model themselves; pass its file, folder or name.")
         self.job, self.address, self.actors, self.requested_device = job, address, actors, device
+        self.per_machine = per_machine
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -92,7 +96,8 @@ class RayExecutor:
         self._stack.close()
 
     def __call__(self, folder: PartFolder, numbers: Sequence[int], advance: Callable[[int], None]) -> None:
-        plan = plan_actors(self.nodes, self.device, self.job.threads, self.actors)
+        machines = sum(node.get("CPU", 0) >= self.job.threads for node in self.nodes) if self.per_machine else None
+        plan = plan_actors(self.nodes, self.device, self.job.threads, self.actors or machines)
         size = 1 if plan.cores == 1 else min(PARTS_PER_TASK, -(-len(numbers) // plan.count))
         tasks = [list(numbers[i : i + size]) for i in range(0, len(numbers), size)]
         if len(tasks) < plan.count and self.actors is None:
@@ -105,6 +110,7 @@ class RayExecutor:
         for row in _rows_through_client(tasks, described, plan):
             if row["error"]:
                 raise TrainError(row["error"])
+            folder.note_processor(row["processor"])
             for key, reason in json.loads(row["unreadable"]).items():
                 warn_once([f"{key} cannot be used: {reason}"], about=self.job.data.source)
             advance(row["num_images"])
@@ -170,8 +176,10 @@ class PartActor:
         except VitrailError as error:
             return [_summary(error=str(error))]
         except Exception as error:
-            where = f"{type(error).__name__}: {first_line(error)}"
-            return [_summary(error=f"an actor on {socket.gethostname()} failed with {where}; see Ray's logs.")]
+            traceback.print_exc()  # to the log of the actor, which a cluster keeps
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(last.filename).name}, line {last.lineno}, on {socket.gethostname()}"
+            return [_summary(error=f"an actor failed with {type(error).__name__}: {first_line(error)} ({where}).")]
 
     def _write(self, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
         job = self.opened = self.opened or self._open()
@@ -190,7 +198,7 @@ class PartActor:
             part = computed.part
             self.folder.write_part(part.number, computed.table, len(part), computed.unreadable)
             self.folder.forget_attempts(part.number)
-            yield _summary(len(part), unreadable=computed.unreadable)
+            yield _summary(len(part), unreadable=computed.unreadable, processor=job.processor(self.device))
 
     def _open(self) -> OpenJob:
         """Open the model and the data, and check that they are the driver's."""
@@ -199,9 +207,12 @@ class PartActor:
             raise ConfigError(f"{host} does not see {self.folder.path}; choose an --out that all machines share.")
         assert self.job.model is not None
         opened = self.job.open(self.job.model.open(self.device))
-        opened.check_identity(manifest.settings, host)
+        opened.check_same(manifest, self.device, host)
         return opened
 
 
-def _summary(num_images: int = 0, *, unreadable: Mapping[str, str] | None = None, error: str = "") -> dict[str, Any]:
-    return {"num_images": num_images, "unreadable": json.dumps(dict(unreadable or {})), "error": error}
+def _summary(
+    num_images: int = 0, *, unreadable: Mapping[str, str] | None = None, processor: str = "", error: str = ""
+) -> dict[str, Any]:
+    listed = json.dumps(dict(unreadable or {}))
+    return {"num_images": num_images, "unreadable": listed, "processor": processor, "error": error}

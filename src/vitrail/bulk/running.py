@@ -14,15 +14,18 @@ from vitrail.bulk.outputs import FeatureOutput, Output, PredictionOutput
 from vitrail.bulk.parts import IMAGES_PER_PART
 from vitrail.bulk.shard_selection import Shard, parse_shard
 from vitrail.config import DataConfig
+from vitrail.engine_model import EngineModel
 from vitrail.errors import ConfigError
 from vitrail.evaluation.features import FeatureSpec
 from vitrail.model import Model
 from vitrail.runtime import warn_once
+from vitrail.runtime.ray_cluster import check_address
 from vitrail.storage.part_folder import (
     Manifest,
     PartFolder,
     check_same_settings,
     delete_folder,
+    delete_leftovers,
     file_metadata,
     join_parts,
     read_file_metadata,
@@ -135,7 +138,8 @@ def run(
         return _run(open_job.manifest(), out, chosen, overwrite, started, advance, LocalExecutor(open_job))
     from vitrail.bulk.ray_pipeline import RayExecutor
 
-    with RayExecutor(job, on, actors, device) as executor:
+    exported = isinstance(opened, EngineModel)  # runs on CPUs, with all cores of a machine
+    with RayExecutor(job, on, actors, "cpu" if exported and device == "auto" else device, exported) as executor:
         manifest = job.open(opened).manifest(executor.device)
         del model, opened  # the actors load it themselves
         return _run(manifest, out, chosen, overwrite, started, advance, executor)
@@ -165,7 +169,7 @@ def _run(
     """Compute the missing parts of a shard; join them into a file if `out` is one."""
     parts_path = out.with_name(f"{out.name}.parts") if is_file(out) else out
     if is_file(out) and _is_complete_file(out, manifest, overwrite):
-        delete_folder(parts_path)  # of a process that was killed after joining
+        delete_leftovers(parts_path)
         warn_once([f"{out} is already complete"])
         return file_result(out, written=False)
     folder = PartFolder.begin(parts_path, manifest, overwrite)
@@ -224,8 +228,8 @@ def _check_options(out: Path, shard: Shard, on: str | None, actors: int | None, 
         raise ConfigError(f"--shard needs a folder, to which all shards write; try --out {out.with_suffix('')}/.")
     if shard.count > 1 and overwrite:
         raise ConfigError("--overwrite would delete the parts of the other shards; delete the folder once instead.")
-    if on is not None and on != "ray" and not on.startswith("ray://"):
-        raise ConfigError(f"--on {on}: expected ray, for this machine, or ray://ADDRESS, for a cluster.")
+    if on is not None:
+        check_address(on)
     if actors is not None and on is None:
         raise ConfigError("--actors needs --on ray.")
     if actors is not None and actors < 1:

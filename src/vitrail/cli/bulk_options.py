@@ -40,7 +40,7 @@ class BulkOptions:
     ] = None
     on: Annotated[
         str | None,
-        typer.Option("--on", metavar="ENGINE", help="ray: on this machine; ray://ADDRESS: on a Ray cluster."),
+        typer.Option("--on", metavar="ray|ray://HOST:PORT", help="Compute the parts on a Ray cluster."),
     ] = None
     actors: Annotated[
         int | None,

@@ -26,7 +26,7 @@ from vitrail.config import format_version
 from vitrail.errors import ConfigError, DataError, NotFoundError
 from vitrail.runtime import warn_once
 from vitrail.storage.atomic_write import explain_write_errors, new_file, write_json
-from vitrail.storage.locks import try_lock
+from vitrail.storage.locks import file_lock, try_lock
 
 MANIFEST, COMPLETE = "manifest.json", "complete.json"
 METADATA_KEY = b"vitrail"
@@ -106,21 +106,28 @@ class PartFolder:
             raise ConfigError(f"{path} is a file; choose another --out.")
         replaced = overwrite and (path / MANIFEST).exists()
         if replaced and ((path / COMPLETE).exists() or read_manifest(path).digest != manifest.digest):
+            if is_being_written(path):
+                raise ConfigError(_describe_lock(path))
             remove_parts(path)
         if not (path / MANIFEST).exists():
-            if not replaced and path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir()):
+            if not replaced and _has_files(path) and not (path / MANIFEST).exists():  # others may just have begun it
                 raise ConfigError(f"{path} is not empty and has no {MANIFEST}; choose another --out.")
             with explain_write_errors(path):
                 path.mkdir(parents=True, exist_ok=True)
-            write_json(path / MANIFEST, manifest.to_dict(), overwrite=True)  # another process may write the same one
+                _write_first(path, manifest)
         stored = read_manifest(path)
         manifest.check_same(stored, path)
-        if stored.processor != manifest.processor:
+        folder = cls(path, stored)
+        folder.note_processor(manifest.processor)
+        return folder
+
+    def note_processor(self, processor: str) -> None:
+        """Log it if parts are computed on another processor than the first ones; empty: unknown."""
+        first = self.manifest.processor
+        if first and processor and first != processor:
             warn_once(
-                [f"begun on {stored.processor}, continued on {manifest.processor}: rows of the two agree to rounding"],
-                about=str(path),
+                [f"begun on {first}, continued on {processor}: rows of the two agree to rounding"], about=str(self.path)
             )
-        return cls(path, stored)
 
     @classmethod
     def open(cls, path: Path) -> PartFolder:
@@ -179,7 +186,7 @@ class PartFolder:
         for number in numbers:
             about = self.read_part_metadata(number)
             rows += about["num_rows"]
-            unreadable |= about["unreadable"]
+            add_unreadable(unreadable, about)
         return rows, unreadable
 
     def finish(self) -> tuple[int, dict[str, str]]:
@@ -213,9 +220,7 @@ class PartFolder:
     @contextmanager
     def lock(self, name: str = "") -> Iterator[None]:
         """Hold the lock of this shard (of everything, without a name): two writers would do all the work twice."""
-        shown = self.path.name.removesuffix(".parts")
-        locked = f"another process is writing {self.path.with_name(shown)}{f' (shard {name})' * bool(name)}"
-        locked += "; wait for it to finish, or choose another --out."
+        locked = _describe_lock(self.path, name)
         with explain_write_errors(self.path):
             try:
                 file = (self.path / f".lock{f'-{name}'.replace('/', '-of-') * bool(name)}").open("a")
@@ -225,6 +230,28 @@ class PartFolder:
             if not try_lock(file.fileno()) or not self.path.exists():
                 raise ConfigError(locked)
             yield
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a process holds one of the locks of a folder of parts."""
+    for lock in path.glob(".lock*"):
+        with suppress(FileNotFoundError), lock.open("a") as file:
+            if not try_lock(file.fileno()):
+                return True
+    return False
+
+
+def _describe_lock(path: Path, name: str = "") -> str:
+    """The error message for a folder that another process writes; `name`: its shard."""
+    shown = path.with_name(path.name.removesuffix(".parts"))
+    shard = f" (shard {name})" if name else ""
+    return f"another process is writing {shown}{shard}; wait for it to finish, or choose another --out."
+
+
+def add_unreadable(all_parts: dict[str, str], about: Mapping[str, Any]) -> None:
+    """Add the unreadable images of a part to those of other parts, which may have images of the same name."""
+    for key, reason in about["unreadable"].items():
+        all_parts[key if key not in all_parts else f"{key} (part {about['part']})"] = reason
 
 
 def file_metadata(settings: Mapping[str, Any], unreadable: Mapping[str, str]) -> dict[str, Any]:
@@ -258,6 +285,21 @@ def join_parts(parts: Sequence[Path], metadata: Mapping[str, Any], out: Path, *,
                     writer.write_table(file.read_row_group(group).replace_schema_metadata(schema.metadata))
 
 
+def _write_first(path: Path, manifest: Manifest) -> None:
+    """Write the manifest unless another process, which begins the same folder, is faster."""
+    lock = path / ".lock-begin"
+    with file_lock(lock):
+        if not (path / MANIFEST).exists():
+            write_json(path / MANIFEST, manifest.to_dict())
+        with suppress(OSError):  # from now on nobody needs it; Windows cannot delete an open file
+            lock.unlink(missing_ok=True)
+
+
+def _has_files(path: Path) -> bool:
+    """Whether a folder exists and has files that are not hidden."""
+    return path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir())
+
+
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a folder of parts."""
     if not path.is_dir():
@@ -284,6 +326,12 @@ def remove_parts(path: Path) -> None:
 def delete_folder(path: Path) -> None:
     """Delete a folder of parts that have been joined."""
     shutil.rmtree(path, ignore_errors=True)
+
+
+def delete_leftovers(path: Path) -> None:
+    """Delete the folder of parts of a process that was killed after it had joined them."""
+    if not is_being_written(path):
+        delete_folder(path)
 
 
 def format_ranges(numbers: Collection[int]) -> str:
