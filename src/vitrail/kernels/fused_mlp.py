@@ -166,7 +166,7 @@ def _linear_dgelu(grad: Tensor, weight: Tensor, argument: Tensor, backend: str) 
 @_linear_dgelu.register_fake
 def _(grad: Tensor, weight: Tensor, argument: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     sums = argument.new_empty(argument.shape[1], dtype=torch.float32)
-    return torch.empty_like(argument), torch.empty_like(argument), sums
+    return argument.new_empty(argument.shape), argument.new_empty(argument.shape), sums
 
 
 @torch.library.custom_op("vitrail::linear_residual", mutates_args=())
@@ -178,14 +178,12 @@ def _linear_residual(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, 
     if backend == "triton":
         from vitrail.kernels import triton_products
 
-        out = torch.empty_like(residual)
-        triton_products.launch(
-            "linear", x, weight, out, bias=bias, residual=residual, config=triton_products.WITH_INPUT
-        )
+        out = residual.new_empty(residual.shape)
+        triton_products.launch("linear", x, weight, out, bias=bias, residual=residual, config=triton_products.RESIDUAL)
         return out
-    return F.linear(x, weight, bias) + residual
+    return (F.linear(x, weight, bias) + residual).contiguous()
 
 
 @_linear_residual.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, backend: str) -> Tensor:
-    return torch.empty_like(residual)
+    return residual.new_empty(residual.shape)
