@@ -60,8 +60,8 @@ def _attention(qkv, out, n, heads, scale, K: tl.constexpr, PIECES: tl.constexpr,
     for i in tl.static_range(len(PIECES)):
         rows = read + tl.arange(0, PIECES[i])[:, None]
         at = start + rows * 3 * width + channels[None, :]
-        keys = keys + (tl.load(at + width, mask=rows < n, other=0.0),)
-        values = values + (tl.load(at + 2 * width, mask=rows < n, other=0.0),)
+        keys += (tl.load(at + width, mask=rows < n, other=0.0),)
+        values += (tl.load(at + 2 * width, mask=rows < n, other=0.0),)
         read += PIECES[i]
     for first in range(0, n, BLOCK):
         queries = first + tl.arange(0, BLOCK)[:, None]
@@ -72,7 +72,7 @@ def _attention(qkv, out, n, heads, scale, K: tl.constexpr, PIECES: tl.constexpr,
             if i == len(PIECES) - 1:  # the other pieces are full
                 s = tl.where(read - PIECES[i] + tl.arange(0, PIECES[i])[None, :] < n, s, float("-inf"))
             largest = tl.maximum(largest, tl.max(s, 1))
-            scores = scores + (s,)
+            scores += (s,)
         largest *= scale
         total, x = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK, K), tl.float32)
         for i in tl.static_range(len(PIECES)):
