@@ -45,7 +45,7 @@ def triton_products(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert module.is_interpreted()
     small = module.TileConfig(block_m=32, block_n=64, block_k=16, group=2)
     monkeypatch.setattr(module.launch, "__kwdefaults__", {**module.launch.__kwdefaults__, "config": small})
-    monkeypatch.setattr(module.dgelu, "__defaults__", (small,))
+    monkeypatch.setattr(module.dgelu, "__defaults__", (False, small))
     monkeypatch.setattr(module, "RESIDUAL", small)
     return module
 
@@ -64,10 +64,13 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return request.param
 
 
+@pytest.mark.parametrize("tanh", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_outputs_and_gradients_agree_with_the_reference(shape: tuple[int, int, int], backend: Backend) -> None:
+def test_outputs_and_gradients_agree_with_the_reference(
+    shape: tuple[int, int, int], tanh: bool, backend: Backend
+) -> None:
     tensors = random_mlp(*shape)
-    expected, found = mlp_reference(*tensors), fused_mlp.fused_mlp(*tensors, backend)
+    expected, found = mlp_reference(*tensors, tanh), fused_mlp.fused_mlp(*tensors, backend, tanh)
     grad = torch.randn_like(expected)
     assert relative(found, expected) <= TOLERANCE
     for ours, theirs in zip(
@@ -75,7 +78,7 @@ def test_outputs_and_gradients_agree_with_the_reference(shape: tuple[int, int, i
     ):
         assert relative(ours, theirs) <= TOLERANCE
     with torch.no_grad():
-        assert relative(fused_mlp.fused_mlp(*tensors, backend), expected) <= TOLERANCE
+        assert relative(fused_mlp.fused_mlp(*tensors, backend, tanh), expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -138,7 +141,7 @@ def test_eight_bit_operands_are_scaled_by_row_and_the_result_by_one_number(trito
 
 def test_the_backward_product_gives_gelu_again_and_the_sums(triton_products: ModuleType) -> None:
     grad, weight, argument = torch.randn(70, 32), torch.randn(32, 144), torch.randn(70, 144) * 3
-    product, hidden, sums = torch.ops.vitrail.linear_dgelu(grad, weight, argument, "triton")
+    product, hidden, sums = torch.ops.vitrail.linear_dgelu(grad, weight, argument, "triton", False)
     expected = (grad @ weight) * gelu_derivative(argument)
     assert relative(product, expected) <= 1e-5
     assert relative(hidden, F.gelu(argument)) <= TOLERANCE
@@ -200,17 +203,18 @@ def test_operators_pass_torchs_own_checks() -> None:
     x, weight, bias, down, _ = (t.detach() for t in random_mlp(20, 16, 32))
     argument = F.linear(x, weight, bias)
     for name, args in {
-        "linear_gelu": (x, weight, bias, "plain"),
-        "linear_gelu_keep": (x, weight, bias, "plain"),
-        "linear_dgelu": (x, down, argument, "plain"),
+        "linear_gelu": (x, weight, bias, "plain", True),
+        "linear_gelu_keep": (x, weight, bias, "plain", True),
+        "linear_dgelu": (x, down, argument, "plain", True),
         "linear_residual": (x, weight, bias, argument, "plain"),
     }.items():
         operator = getattr(torch.ops.vitrail, name).default
         torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
 
 
-def small_config() -> ViTConfig:
-    return ViTConfig(width=32, num_heads=2, mlp_dim=64, activation="gelu")
+@pytest.fixture(params=["gelu", "gelu-tanh"])
+def config(request: pytest.FixtureRequest) -> ViTConfig:
+    return ViTConfig(width=32, num_heads=2, mlp_dim=64, activation=request.param)
 
 
 @pytest.fixture
@@ -221,9 +225,9 @@ def any_tensor_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("any_tensor_fits")
-def test_layers_use_the_forced_kernels_and_agree(backend: Backend) -> None:
+def test_layers_use_the_forced_kernels_and_agree(config: ViTConfig, backend: Backend) -> None:
     torch.manual_seed(0)
-    block, x = Block(small_config()), torch.randn(3, 11, 32)
+    block, x = Block(config), torch.randn(3, 11, 32)
     for p in block.parameters():
         nn.init.normal_(p, std=0.2)
     expected = block(x)
@@ -242,9 +246,9 @@ def test_layers_use_the_forced_kernels_and_agree(backend: Backend) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 @pytest.mark.usefixtures("any_tensor_fits", "triton_products")
-def test_compiled_blocks_call_the_forced_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_call_the_forced_triton_kernels(config: ViTConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
-    block, x, used = Block(small_config()), torch.randn(3, 11, 32), []
+    block, x, used = Block(config), torch.randn(3, 11, 32), []
     for p in block.parameters():
         nn.init.normal_(p, std=0.2)
     expected = block(x)
@@ -262,8 +266,8 @@ def test_compiled_blocks_call_the_forced_triton_kernels(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("any_tensor_fits")
-def test_weights_stay_float32_under_autocast(backend: Backend, half: torch.dtype) -> None:
-    mlp, x = MLP(small_config()), torch.randn(2, 9, 32, requires_grad=True)
+def test_weights_stay_float32_under_autocast(config: ViTConfig, backend: Backend, half: torch.dtype) -> None:
+    mlp, x = MLP(config), torch.randn(2, 9, 32, requires_grad=True)
     for p in mlp.parameters():
         nn.init.normal_(p, std=0.3)
     results = []
@@ -294,14 +298,15 @@ def test_plain_kernels_are_the_default_until_others_were_measured() -> None:
     assert backend_for("mlp", torch.device("cpu")) == "plain"
     for measured in choice.MEASURED.values():
         assert set(measured) <= set(choice.OPERATIONS)
-        assert {name for names in measured.values() for name in names} <= set(choice.PACKAGES)
+        for operation, names in measured.items():
+            assert set(names) <= set(choice.OPERATIONS[operation]) - {"plain"}
 
 
 def test_a_measured_gpu_uses_the_fastest_installed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(choice, "MEASURED", {"a GPU": {"mlp": ("quack", "triton")}})
-    monkeypatch.setattr(choice, "find_spec", lambda name: None if name == "quack" else object())
+    monkeypatch.setattr(choice, "is_installed", lambda name: name != "quack")
     assert backend_for("mlp", gpu) == "triton"
     assert backend_for("residual", gpu) == "plain"
     set_kernels("plain")
@@ -315,8 +320,22 @@ def test_a_measured_gpu_uses_the_fastest_installed_kernel(monkeypatch: pytest.Mo
         set_kernels("fast")  # type: ignore[arg-type]
 
 
-def test_kernels_are_for_many_aligned_bfloat16_rows_on_a_gpu() -> None:
+def test_the_environment_replaces_measured_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(choice, "MEASURED", {"a GPU": {"residual": ("triton",), "attention": ("triton",)}})
+    monkeypatch.setattr(choice, "is_installed", lambda name: True)
+    monkeypatch.setenv("VITRAIL_KERNELS", "mlp=triton, gelu=polynomial,residual=plain")
+    assert choice.describe(gpu) == "mlp=triton,gelu=polynomial,attention=triton"
+    assert choice.describe(torch.device("cpu")) == ""
+    for wrong, message in {"mpl=triton": "did you mean 'mlp'", "gelu=triton": "expected one of plain, poly"}.items():
+        monkeypatch.setenv("VITRAIL_KERNELS", wrong)
+        with pytest.raises(ConfigError, match=message):
+            backend_for("mlp", gpu)
+
+
+def test_kernels_are_for_many_aligned_bfloat16_rows_on_a_gpu(config: ViTConfig) -> None:
     x = torch.randn(2000, 32, dtype=torch.bfloat16, device="meta")
     layer = nn.Linear(32, 64)
     assert not can_fuse(x, layer), "not a GPU"
-    assert MLP(small_config()).backend(x) == "plain"
+    assert MLP(config).backend(x) == "plain"

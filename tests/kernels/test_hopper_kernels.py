@@ -81,7 +81,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(*shape, dtype=dtype)
 
 
-def launch(epilogue: str, config: TileConfig) -> None:
+def launch(epilogue: str, config: TileConfig, tanh: bool = False) -> None:
     """One of the products of a ViT-B/16."""
     rows, width, hidden = 1024, 768, 3072
     if epilogue == "residual":
@@ -90,9 +90,11 @@ def launch(epilogue: str, config: TileConfig) -> None:
         triton_products.launch("linear", *args, bias=empty(width), residual=residual, config=config)
     elif epilogue == "gelu":
         args = empty(rows, width), empty(hidden, width), empty(rows, hidden)
-        triton_products.launch("gelu", *args, bias=empty(hidden), argument=empty(rows, hidden), config=config)
+        triton_products.launch(
+            "gelu", *args, bias=empty(hidden), argument=empty(rows, hidden), tanh=tanh, config=config
+        )
     else:
-        triton_products.dgelu(empty(rows, width), empty(width, hidden), empty(rows, hidden), config)
+        triton_products.dgelu(empty(rows, width), empty(width, hidden), empty(rows, hidden), tanh, config)
 
 
 def check(kernel: Compiled, per_sm: int, max_spilled: int = 0) -> None:
@@ -106,10 +108,13 @@ def check(kernel: Compiled, per_sm: int, max_spilled: int = 0) -> None:
 CHOSEN = {"gelu": triton_products.GELU, "dgelu": triton_products.DGELU, "residual": triton_products.RESIDUAL}
 
 
+@pytest.mark.parametrize("tanh", [False, True])
 @pytest.mark.parametrize("epilogue", CHOSEN)
-def test_products_fit_into_a_multiprocessor(epilogue: str, compiled: Callable[[Any, str], Compiled]) -> None:
+def test_products_fit_into_a_multiprocessor(
+    epilogue: str, tanh: bool, compiled: Callable[[Any, str], Compiled]
+) -> None:
     kernel = compiled(triton_products, "_product")
-    launch(epilogue, CHOSEN[epilogue])
+    launch(epilogue, CHOSEN[epilogue], tanh)
     check(kernel, CHOSEN[epilogue].per_sm)
 
 

@@ -8,7 +8,7 @@
 
 Each program computes several output tiles, one after the other, so that the loads of the next tile overlap with the
 epilogue of the last. With `row_scale` and `column_scale` the operands are 8-bit floats, scaled by rows of a and of b.
-The plain versions are in `fused_mlp`; GELU is that of `gelu_polynomial`.
+The plain versions are in `fused_mlp`; GELU is that of `gelu_polynomial`, in either form.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from vitrail.kernels import gelu_polynomial
 C0, C1, C2, C3, C4, C5, C6 = (tl.constexpr(c) for c in gelu_polynomial.COEFFICIENTS)
 LIMIT, EXPONENT = tl.constexpr(gelu_polynomial.LIMIT), tl.constexpr(gelu_polynomial.EXPONENT)
 SLOPE = tl.constexpr(gelu_polynomial.SLOPE)
+TANH_LIMIT, TANH_SCALE = tl.constexpr(gelu_polynomial.TANH_LIMIT), tl.constexpr(gelu_polynomial.TANH_SCALE)
+TANH_CUBE = tl.constexpr(gelu_polynomial.TANH_CUBE)
+TANH_CURVE = tl.constexpr(3 * gelu_polynomial.TANH_SCALE * gelu_polynomial.TANH_CUBE)
+TANH_EXPONENT = tl.constexpr(-gelu_polynomial.LOG2_E * gelu_polynomial.TANH_SCALE)
 LARGEST_E4M3 = tl.constexpr(448.0)
 
 
@@ -81,12 +85,13 @@ def launch(
     row_scale: Tensor | None = None,
     column_scale: Tensor | None = None,
     out_scale: Tensor | None = None,
+    tanh: bool = False,
     config: TileConfig = GELU,
 ) -> None:
     """Write `out`, M N, and `argument` (gelu), or `hidden` and `sums`, ceil(M / block_m) N (dgelu).
 
-    `b` is N K if `b_is_transposed`, else K N. `out_scale`, one number: of an 8-bit `out`. What is written must be
-    contiguous.
+    `b` is N K if `b_is_transposed`, else K N. `out_scale`, one number: of an 8-bit `out`. `tanh`: that form of GELU.
+    What is written must be contiguous.
     """
     (m, k), n = a.shape, out.shape[1]
     a, b, residual = _readable(a), _readable(b), None if residual is None else _readable(residual)
@@ -106,7 +111,7 @@ def launch(
             out_tiles, tiles_of(residual), tiles_of(argument), tiles_of(hidden),
             *(out if x is None else x for x in (bias, sums, row_scale, column_scale, out_scale)),
             m, n, k,
-            EPILOGUE=epilogue, B_IS_TRANSPOSED=b_is_transposed,
+            EPILOGUE=epilogue, TANH=tanh, B_IS_TRANSPOSED=b_is_transposed,
             HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_ARGUMENT=argument is not None,
             HAS_HIDDEN=hidden is not None, HAS_SUMS=sums is not None,
             HAS_SCALES=row_scale is not None, HAS_OUT_SCALE=out_scale is not None,
@@ -122,14 +127,16 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def dgelu(grad: Tensor, weight: Tensor, argument: Tensor, config: TileConfig = DGELU) -> tuple[Tensor, Tensor, Tensor]:
+def dgelu(
+    grad: Tensor, weight: Tensor, argument: Tensor, tanh: bool = False, config: TileConfig = DGELU
+) -> tuple[Tensor, Tensor, Tensor]:
     """(grad weight) GELU'(argument), GELU(argument), and the column sums of the first; weight: K N."""
     argument = _readable(argument)
     out, hidden = argument.new_empty(argument.shape), argument.new_empty(argument.shape)
     sums = argument.new_empty(triton.cdiv(len(argument), config.block_m), argument.shape[1], dtype=torch.float32)
     launch(
         "dgelu", grad, weight, out,
-        b_is_transposed=False, argument=argument, hidden=hidden, sums=sums, config=config,
+        b_is_transposed=False, argument=argument, hidden=hidden, sums=sums, tanh=tanh, config=config,
     )  # fmt: skip
     return out, hidden, sums.sum(0)
 
@@ -144,14 +151,20 @@ def _num_programs(device: torch.device) -> int:
 
 
 @triton.jit
-def gelu_and_derivative(x):
+def gelu_and_derivative(x, TANH: tl.constexpr):
     """Both at once: the compiler does not see that they have an exponential and a polynomial in common."""
-    t = tl.minimum(tl.abs(x), LIMIT)
-    power = tl.exp2(t * t * EXPONENT)
-    polynomial = (((((t * C6 + C5) * t + C4) * t + C3) * t + C2) * t + C1) * t + C0
-    tail = power * (polynomial - t * SLOPE)
-    value = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) - t * power * polynomial
-    return value, tl.where(x > 0, 1.0 - tail, tail)
+    if TANH:
+        t = tl.maximum(tl.minimum(x, TANH_LIMIT), -TANH_LIMIT)
+        s = 1.0 / (1.0 + tl.exp2(t * TANH_EXPONENT * (t * t * TANH_CUBE + 1.0)))
+        value = tl.maximum(x, -TANH_LIMIT, propagate_nan=tl.PropagateNan.ALL) * s
+        return value, s + t * s * (1.0 - s) * (t * t * TANH_CURVE + TANH_SCALE)
+    else:
+        t = tl.minimum(tl.abs(x), LIMIT)
+        power = tl.exp2(t * t * EXPONENT)
+        polynomial = (((((t * C6 + C5) * t + C4) * t + C3) * t + C2) * t + C1) * t + C0
+        value = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) - t * power * polynomial
+        tail = power * (polynomial - t * SLOPE)
+        return value, tl.where(x > 0, 1.0 - tail, tail)
 
 
 @triton.jit
@@ -175,7 +188,7 @@ def _product(
     a_tiles, b_tiles, out_tiles, residual_tiles, argument_tiles, hidden_tiles,
     bias, sums, row_scale, column_scale, out_scale,
     m, n, k,
-    EPILOGUE: tl.constexpr, B_IS_TRANSPOSED: tl.constexpr,
+    EPILOGUE: tl.constexpr, TANH: tl.constexpr, B_IS_TRANSPOSED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ARGUMENT: tl.constexpr, HAS_HIDDEN: tl.constexpr,
     HAS_SUMS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_OUT_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
@@ -218,10 +231,10 @@ def _product(
             if EPILOGUE == "gelu":
                 if HAS_ARGUMENT:
                     argument_tiles.store([row * BLOCK_M, start], x.to(argument_tiles.dtype))
-                x = gelu_and_derivative(x)[0]
+                x = gelu_and_derivative(x, TANH)[0]
             if EPILOGUE == "dgelu":
                 z = argument_tiles.load([row * BLOCK_M, start]).to(tl.float32)
-                value, derivative = gelu_and_derivative(z)
+                value, derivative = gelu_and_derivative(z, TANH)
                 # Always the value; the term in x keeps the compiler from computing z's exponentials in two layouts.
                 value = tl.minimum(value, tl.abs(x) + float("inf"))
                 x *= derivative
