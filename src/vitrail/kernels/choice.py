@@ -1,7 +1,8 @@
 """Which kernel computes an operation on a GPU: the plain one, unless a faster one was measured on that type of GPU.
 
 `kernels=auto` takes the fastest of the recorded measurements (`python benchmarks/fast_path.py`); on a GPU without one,
-and with `kernels=plain`, everything runs as plain PyTorch. VITRAIL_KERNELS=plain in the environment does the same.
+and with `kernels=plain`, everything runs as plain PyTorch. The environment variable VITRAIL_KERNELS does the same, also
+for inference: auto, plain, or kernels by operation, such as mlp=triton,gelu=polynomial, in place of the measured ones.
 """
 
 from __future__ import annotations
@@ -9,25 +10,33 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import Literal
 
 import torch
 
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, did_you_mean
 from vitrail.runtime import private_torch
 
-Operation = Literal["mlp", "mlp training", "residual", "attention"]
-Backend = Literal["plain", "triton", "quack"]
+Operation = Literal["mlp", "mlp training", "gelu", "residual", "attention"]
+Backend = Literal["plain", "polynomial", "triton", "quack"]
 Policy = Literal["auto", "plain"]
 
-OPERATIONS: tuple[Operation, ...] = ("mlp", "mlp training", "residual", "attention")
-"""mlp: both linear layers with GELU between them; residual: a linear layer plus the residual; for inference unless
-named otherwise."""
-BACKENDS: tuple[Backend, ...] = ("plain", "triton", "quack")
+OPERATIONS: dict[Operation, tuple[Backend, ...]] = {
+    "mlp": ("plain", "triton", "quack"),
+    "mlp training": ("plain", "triton", "quack"),
+    "gelu": ("plain", "polynomial"),
+    "residual": ("plain", "triton", "quack"),
+    "attention": ("plain", "triton"),
+}
+"""mlp: both linear layers with GELU between them; gelu: GELU alone, in a compiled graph where `mlp` is plain; residual:
+a linear layer plus the residual. All but `mlp training` and `gelu` are for inference only."""
 MEASURED: Mapping[str, Mapping[Operation, tuple[Backend, ...]]] = {}
 """Name of a GPU as torch gives it -> the kernels of an operation that were faster than the plain one, fastest first."""
 PACKAGES = {"triton": "triton", "quack": "quack"}
+"""Those that a backend needs, besides torch."""
+VARIABLE = "VITRAIL_KERNELS"
 
 _policy: Policy = "auto"
 _forced: dict[Operation, Backend] = {}
@@ -58,11 +67,42 @@ def backend_for(operation: Operation, device: torch.device) -> Backend:
     return _resolve(operation, device.type, device.index)
 
 
+def describe(device: torch.device) -> str:
+    """The kernels that are not plain, such as "mlp=triton"; empty if all are."""
+    chosen = {operation: backend_for(operation, device) for operation in OPERATIONS}
+    return ",".join(f"{operation}={backend}" for operation, backend in chosen.items() if backend != "plain")
+
+
 @private_torch.constant_when_compiled
 def _resolve(operation: Operation, device_type: str, index: int | None) -> Backend:
     if operation in _forced:
         return _forced[operation]
-    if device_type != "cuda" or _policy == "plain" or os.environ.get("VITRAIL_KERNELS") == "plain":
+    wanted = os.environ.get(VARIABLE, "auto")
+    if device_type != "cuda" or _policy == "plain" or wanted == "plain":
         return "plain"
+    replaced = parse(wanted)
+    if operation in replaced:
+        return replaced[operation]
     candidates = MEASURED.get(torch.cuda.get_device_name(index), {}).get(operation, ())
-    return next((name for name in candidates if find_spec(PACKAGES[name]) is not None), "plain")
+    return next((name for name in candidates if is_installed(name)), "plain")
+
+
+@cache
+def parse(text: str) -> Mapping[Operation, Backend]:
+    """The operations that VITRAIL_KERNELS names, with their backends: "mlp=triton" -> {"mlp": "triton"}."""
+    replaced: dict[Operation, Backend] = {}
+    for item in () if text in ("", "auto") else text.split(","):
+        operation, _, backend = (part.strip() for part in item.partition("="))
+        if operation not in OPERATIONS:
+            raise ConfigError(f"{VARIABLE}: unknown operation {operation!r}{did_you_mean(operation, OPERATIONS)}")
+        if backend not in OPERATIONS[operation]:
+            expected = ", ".join(OPERATIONS[operation])
+            raise ConfigError(f"{VARIABLE}: got {item.strip()}, expected one of {expected} for {operation}.")
+        replaced[operation] = backend
+    return replaced
+
+
+@cache
+def is_installed(backend: Backend) -> bool:
+    """Whether the package that a backend needs is there."""
+    return backend not in PACKAGES or find_spec(PACKAGES[backend]) is not None

@@ -8,7 +8,7 @@
 
 Each program computes several output tiles, one after the other, so that the loads of the next tile overlap with the
 epilogue of the last. With `row_scale` and `column_scale` the operands are 8-bit floats, scaled by rows of a and of b.
-The plain versions are in `fused_mlp`; GELU is that of `gelu_polynomial`.
+The plain versions are in `fused_mlp`; GELU is that of `gelu_polynomial`, in either form.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from vitrail.kernels import gelu_polynomial
 C0, C1, C2, C3, C4, C5, C6 = (tl.constexpr(c) for c in gelu_polynomial.COEFFICIENTS)
 LIMIT, EXPONENT = tl.constexpr(gelu_polynomial.LIMIT), tl.constexpr(gelu_polynomial.EXPONENT)
 SLOPE = tl.constexpr(gelu_polynomial.SLOPE)
+TANH_LIMIT, TANH_SCALE = tl.constexpr(gelu_polynomial.TANH_LIMIT), tl.constexpr(gelu_polynomial.TANH_SCALE)
+TANH_CUBE = tl.constexpr(gelu_polynomial.TANH_CUBE)
+TANH_CURVE = tl.constexpr(3 * gelu_polynomial.TANH_SCALE * gelu_polynomial.TANH_CUBE)
+TANH_EXPONENT = tl.constexpr(-gelu_polynomial.LOG2_E * gelu_polynomial.TANH_SCALE)
 LARGEST_E4M3 = tl.constexpr(448.0)
 
 
@@ -36,33 +40,34 @@ class TileConfig:
     """How a product is cut into tiles."""
 
     block_m: int = 128
-    block_n: int = 256
+    block_n: int = 128
     block_k: int = 64
-    stages: int = 4
+    stages: int = 3
     """Tiles of a and b in shared memory at a time."""
-    warps: int = 8
+    warps: int = 4
     group: int = 8
     """Rows of tiles that are computed together, for the second-level cache."""
-    parts: int = 2
-    """The epilogue works on this many parts of a tile, for less shared memory: 1 or 2."""
-    per_sm: int = 1
-    """Programs per multiprocessor."""
+    parts: int = 4
+    """The epilogue works on this many parts of a tile, for less shared memory and fewer registers: 1, 2 or 4."""
+    per_sm: int = 2
+    """Programs per multiprocessor: with two, one multiplies while the other computes its epilogue."""
     flatten: bool = True
     """One loop over tiles and steps, so that the loads of the next tile start before the epilogue."""
 
 
-DEFAULT = TileConfig()
-WITH_INPUT = TileConfig(stages=3)
-"""For epilogues that read a tile: with more than three stages it does not fit into shared memory."""
 CONFIGS = {
-    "128x256x64, 4 stages": DEFAULT,
-    "128x256x64, 3 stages": WITH_INPUT,
-    "128x256x64, 3 stages, loops not joined": TileConfig(stages=3, flatten=False),
-    "256x128x64, 4 stages": TileConfig(block_m=256, block_n=128),
-    "128x128x64, 3 stages, 4 warps, 2 per SM": TileConfig(block_n=128, warps=4, stages=3, per_sm=2),
-    "128x128x64, 4 stages, 8 warps": TileConfig(block_n=128),
+    "128x128, 2 per SM": TileConfig(),
+    "128x128, 2 per SM, loops not joined": TileConfig(flatten=False),
+    "128x128, 8 warps, 2 per SM": TileConfig(warps=8),
+    "64x256, 2 per SM": TileConfig(block_m=64, block_n=256, stages=2),
+    "128x256, 8 warps": TileConfig(block_n=256, warps=8, stages=4, per_sm=1),
+    "128x256, 8 warps, loops not joined": TileConfig(block_n=256, warps=8, stages=4, per_sm=1, flatten=False),
+    "256x128, 8 warps": TileConfig(block_m=256, warps=8, stages=4, per_sm=1),
 }
-"""Tilings worth a measurement."""
+"""Tilings worth a measurement. All fit into the shared memory of a Hopper GPU, with every epilogue."""
+GELU = DGELU = CONFIGS["128x128, 2 per SM"]
+RESIDUAL = CONFIGS["128x256, 8 warps"]
+"""Tilings of the three epilogues: the GELU's long ones have to overlap with products."""
 
 
 def launch(
@@ -80,13 +85,16 @@ def launch(
     row_scale: Tensor | None = None,
     column_scale: Tensor | None = None,
     out_scale: Tensor | None = None,
-    config: TileConfig = DEFAULT,
+    tanh: bool = False,
+    config: TileConfig = GELU,
 ) -> None:
     """Write `out`, M N, and `argument` (gelu), or `hidden` and `sums`, ceil(M / block_m) N (dgelu).
 
-    `b` is N K if `b_is_transposed`, else K N. `out_scale`, one number: of an 8-bit `out`.
+    `b` is N K if `b_is_transposed`, else K N. `out_scale`, one number: of an 8-bit `out`. `tanh`: that form of GELU.
+    What is written must be contiguous.
     """
     (m, k), n = a.shape, out.shape[1]
+    a, b, residual = _readable(a), _readable(b), None if residual is None else _readable(residual)
     tile = [config.block_m, config.block_n // config.parts]
     b_tile = [config.block_n, config.block_k] if b_is_transposed else [config.block_k, config.block_n]
     out_tiles = TensorDescriptor.from_tensor(out, tile)
@@ -96,31 +104,39 @@ def launch(
 
     programs = _num_programs(a.device) * config.per_sm
     num_tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-    _product[(min(programs, num_tiles),)](
-        TensorDescriptor.from_tensor(a, [config.block_m, config.block_k]),
-        TensorDescriptor.from_tensor(b, b_tile),
-        out_tiles, tiles_of(residual), tiles_of(argument), tiles_of(hidden),
-        *(out if x is None else x for x in (bias, sums, row_scale, column_scale, out_scale)),
-        m, n, k,
-        EPILOGUE=epilogue, B_IS_TRANSPOSED=b_is_transposed,
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_ARGUMENT=argument is not None,
-        HAS_HIDDEN=hidden is not None, HAS_SUMS=sums is not None,
-        HAS_SCALES=row_scale is not None, HAS_OUT_SCALE=out_scale is not None,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=config.group,
-        PARTS=config.parts, FLATTEN=config.flatten,
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(a):  # Triton launches on the current device
+        _product[(min(programs, num_tiles),)](
+            TensorDescriptor.from_tensor(a, [config.block_m, config.block_k]),
+            TensorDescriptor.from_tensor(b, b_tile),
+            out_tiles, tiles_of(residual), tiles_of(argument), tiles_of(hidden),
+            *(out if x is None else x for x in (bias, sums, row_scale, column_scale, out_scale)),
+            m, n, k,
+            EPILOGUE=epilogue, TANH=tanh, B_IS_TRANSPOSED=b_is_transposed,
+            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_ARGUMENT=argument is not None,
+            HAS_HIDDEN=hidden is not None, HAS_SUMS=sums is not None,
+            HAS_SCALES=row_scale is not None, HAS_OUT_SCALE=out_scale is not None,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=config.group,
+            PARTS=config.parts, FLATTEN=config.flatten,
+            num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x, n D, or a copy of it whose rows are contiguous and start at multiples of 16 bytes."""
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    return x if x.stride(1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def dgelu(
-    grad: Tensor, weight: Tensor, argument: Tensor, config: TileConfig = WITH_INPUT
+    grad: Tensor, weight: Tensor, argument: Tensor, tanh: bool = False, config: TileConfig = DGELU
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(grad weight) GELU'(argument), GELU(argument), and the column sums of the first; weight: K N."""
-    out, hidden = torch.empty_like(argument), torch.empty_like(argument)
+    argument = _readable(argument)
+    out, hidden = argument.new_empty(argument.shape), argument.new_empty(argument.shape)
     sums = argument.new_empty(triton.cdiv(len(argument), config.block_m), argument.shape[1], dtype=torch.float32)
     launch(
         "dgelu", grad, weight, out,
-        b_is_transposed=False, argument=argument, hidden=hidden, sums=sums, config=config,
+        b_is_transposed=False, argument=argument, hidden=hidden, sums=sums, tanh=tanh, config=config,
     )  # fmt: skip
     return out, hidden, sums.sum(0)
 
@@ -135,22 +151,26 @@ def _num_programs(device: torch.device) -> int:
 
 
 @triton.jit
-def gelu(x):
-    t = tl.minimum(tl.abs(x), LIMIT)
-    tail = t * tl.exp2(t * t * EXPONENT) * _polynomial(t)
-    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) - tail
+def gelu_and_derivative(x, TANH: tl.constexpr):
+    """Both at once: the compiler does not see that they have an exponential and a polynomial in common."""
+    if TANH:
+        t = tl.maximum(tl.minimum(x, TANH_LIMIT), -TANH_LIMIT)
+        s = 1.0 / (1.0 + tl.exp2(t * TANH_EXPONENT * (t * t * TANH_CUBE + 1.0)))
+        value = tl.maximum(x, -TANH_LIMIT, propagate_nan=tl.PropagateNan.ALL) * s
+        return value, s + t * s * (1.0 - s) * (t * t * TANH_CURVE + TANH_SCALE)
+    else:
+        t = tl.minimum(tl.abs(x), LIMIT)
+        power = tl.exp2(t * t * EXPONENT)
+        polynomial = (((((t * C6 + C5) * t + C4) * t + C3) * t + C2) * t + C1) * t + C0
+        value = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) - t * power * polynomial
+        tail = power * (polynomial - t * SLOPE)
+        return value, tl.where(x > 0, 1.0 - tail, tail)
 
 
 @triton.jit
-def gelu_derivative(x):
-    t = tl.minimum(tl.abs(x), LIMIT)
-    tail = tl.exp2(t * t * EXPONENT) * (_polynomial(t) - t * SLOPE)
-    return tl.where(x > 0, 1.0 - tail, tail)
-
-
-@triton.jit
-def _polynomial(t):
-    return (((((t * C6 + C5) * t + C4) * t + C3) * t + C2) * t + C1) * t + C0
+def _halves(x):
+    """Columns of the left and the right half."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -168,7 +188,7 @@ def _product(
     a_tiles, b_tiles, out_tiles, residual_tiles, argument_tiles, hidden_tiles,
     bias, sums, row_scale, column_scale, out_scale,
     m, n, k,
-    EPILOGUE: tl.constexpr, B_IS_TRANSPOSED: tl.constexpr,
+    EPILOGUE: tl.constexpr, TANH: tl.constexpr, B_IS_TRANSPOSED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ARGUMENT: tl.constexpr, HAS_HIDDEN: tl.constexpr,
     HAS_SUMS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_OUT_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
@@ -193,10 +213,13 @@ def _product(
         if HAS_SCALES:
             rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
             acc *= tl.load(row_scale + rows, mask=rows < m, other=0.0)[:, None]
-        if PARTS == 1:  # noqa: SIM108 - constant, for the compiler
+        if PARTS == 1:
             parts = (acc,)
+        elif PARTS == 2:
+            parts = _halves(acc)
         else:
-            parts = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
+            left, right = _halves(acc)
+            parts = _halves(left) + _halves(right)
         for part in tl.static_range(PARTS):
             x = parts[part]
             start = column * BLOCK_N + part * WIDTH
@@ -208,12 +231,15 @@ def _product(
             if EPILOGUE == "gelu":
                 if HAS_ARGUMENT:
                     argument_tiles.store([row * BLOCK_M, start], x.to(argument_tiles.dtype))
-                x = gelu(x)
+                x = gelu_and_derivative(x, TANH)[0]
             if EPILOGUE == "dgelu":
                 z = argument_tiles.load([row * BLOCK_M, start]).to(tl.float32)
-                x *= gelu_derivative(z)
+                value, derivative = gelu_and_derivative(z, TANH)
+                # Always the value; the term in x keeps the compiler from computing z's exponentials in two layouts.
+                value = tl.minimum(value, tl.abs(x) + float("inf"))
+                x *= derivative
                 if HAS_HIDDEN:
-                    hidden_tiles.store([row * BLOCK_M, start], gelu(z).to(hidden_tiles.dtype))
+                    hidden_tiles.store([row * BLOCK_M, start], value.to(hidden_tiles.dtype))
                 if HAS_SUMS:
                     tl.store(sums + row * n + columns, tl.sum(x, 0), mask=columns < n)
             if HAS_RESIDUAL:

@@ -83,7 +83,8 @@ def _forward_kernel(
     CHUNK: tl.constexpr, COSINE: tl.constexpr, EPS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     head, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows, columns, dtype = tl.arange(0, N), tl.arange(0, K), qkv.dtype.element_ty
+    rows, columns = tl.arange(0, N), tl.arange(0, K)
+    dtype: tl.constexpr = qkv.dtype.element_ty
     inside = (rows[:, None] < tokens) & (rows[None, :] < tokens)
     table = bias + (group * heads + head) * tokens * tokens
     added = tl.load(table + rows[:, None] * tokens + rows[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -114,7 +115,8 @@ def _backward_kernel(
     CHUNK: tl.constexpr, COSINE: tl.constexpr, EPS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     head, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows, columns, dtype = tl.arange(0, N), tl.arange(0, K), qkv.dtype.element_ty
+    rows, columns = tl.arange(0, N), tl.arange(0, K)
+    dtype: tl.constexpr = qkv.dtype.element_ty
     inside = (rows[:, None] < tokens) & (rows[None, :] < tokens)
     table = bias + (group * heads + head) * tokens * tokens
     added = tl.load(table + rows[:, None] * tokens + rows[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -185,7 +187,8 @@ def _window_attention(qkv: Tensor, bias: Tensor, scale: Tensor, cosine: bool, wi
     qkv, bias = qkv.contiguous(), bias.contiguous()
     out = qkv.new_empty(*qkv.shape[:3], *qkv.shape[4:])
     grid, sizes, constants = _launch(qkv, bias, windows_per_program)
-    _forward_kernel[grid](qkv, bias, scale, out, *sizes, COSINE=cosine, **constants)
+    with torch.cuda.device_of(qkv):  # Triton launches on the current device
+        _forward_kernel[grid](qkv, bias, scale, out, *sizes, COSINE=cosine, **constants)
     return out
 
 
@@ -205,7 +208,9 @@ def _window_attention_backward(
     # Sums of each program, which are added up in a fixed order: unlike with atomics, the result is always the same.
     grad_bias = bias.new_empty(parts, groups, heads, tokens, tokens, dtype=torch.float32)
     grad_scale = scale.new_zeros(parts, groups, heads)
-    _backward_kernel[grid](qkv, bias, scale, grad, grad_qkv, grad_bias, grad_scale, *sizes, COSINE=cosine, **constants)
+    arguments = qkv, bias, scale, grad, grad_qkv, grad_bias, grad_scale, *sizes
+    with torch.cuda.device_of(qkv):
+        _backward_kernel[grid](*arguments, COSINE=cosine, **constants)
     return grad_qkv, grad_bias.sum(0).to(bias.dtype), grad_scale.sum((0, 1))
 
 
