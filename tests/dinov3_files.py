@@ -43,8 +43,11 @@ CASES: dict[str, dict[str, Any]] = {
         "untie_global_and_local_cls_norm": True,
     },
     "other base": {**SMALL, "num_heads": 4, "pos_embed_rope_base": 1000.0},
+    "as released": {**SMALL, "ffn_ratio": 2.0},
 }
 FIXED = ("rope_embed.periods", ".bias_mask")
+AS_RELEASED = "as released"
+"""The case whose periods are rounded to bfloat16 and whose first mask is zero, as in released files."""
 SIZES = ((64, 64), (48, 112))
 """Heights and widths of the images."""
 
@@ -73,6 +76,9 @@ def make_golden_file(checkout: Path) -> None:
         model = DinoVisionTransformer(**arguments)
         model.init_weights()
         state = model.eval().state_dict()
+        if case == AS_RELEASED:
+            state["rope_embed.periods"] = state["rope_embed.periods"].bfloat16().float()
+            state["blocks.0.attn.qkv.bias_mask"] = torch.zeros_like(state["blocks.0.attn.qkv.bias_mask"])
         shapes = {name: list(t.shape) for name, t in state.items() if not name.endswith(FIXED)}
         values[f"{case}.shapes"] = json.dumps(shapes)
         values |= {f"{case}.fixed.{name}": t.numpy() for name, t in state.items() if name.endswith(FIXED)}

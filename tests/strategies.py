@@ -63,6 +63,7 @@ def vit_configs(draw: st.DrawFn, positions: tuple[str, ...] = (), hybrids: bool 
             st.sampled_from(["google", "timm", "timm-npz", "huggingface", "torchvision", "dinov2", "tipsv2"])
         ),
         "rope_base": draw(st.sampled_from([100.0, 10000.0])),
+        "rope_periods": draw(st.sampled_from(["float32", "float32", "bfloat16"])),
         "norm": draw(st.sampled_from(["layer", "layer", "rms"])),
         "norm_eps": draw(EPSILONS),
         "activation": draw(st.sampled_from(["gelu", "gelu-tanh", "gelu-quick", "swiglu"])),

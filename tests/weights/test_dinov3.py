@@ -10,7 +10,7 @@ import torch
 from clip_files import images
 from compare import randomized, relative
 from conftest import import_peer
-from dinov3_files import CASES, SIZES, golden_values, state_dict_of
+from dinov3_files import AS_RELEASED, CASES, SIZES, golden_values, state_dict_of
 from torch import nn
 
 from vitrail.config import ViTConfig
@@ -61,6 +61,7 @@ def test_outputs_equal_those_of_the_originals_code_at_any_size(case: str, tmp_pa
     assert isinstance(config, ViTConfig)
     expected = arguments["num_heads"], arguments.get("pos_embed_rope_base", 100.0)
     assert (config.num_heads, config.rope_base) == expected
+    assert config.rope_periods == ("bfloat16" if case == AS_RELEASED else "float32")
     assert (config.qkv_bias, config.key_bias) == ((True, False) if case != "7b" else (False, True))
     for height, width in SIZES:
         output = net.features(images(height, width), ("pooled", "patches"))
@@ -71,7 +72,7 @@ def test_outputs_equal_those_of_the_originals_code_at_any_size(case: str, tmp_pa
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_originals_files_round_trip(case: str, tmp_path: Path) -> None:
-    """Except for values that its code multiplies by zero or does not use: biases of keys, parts for training."""
+    """Except for values that its code multiplies by zero or does not use: masked biases, parts for training."""
     net, info = read(save_case(case, tmp_path / "dinov3.pth"))
     conversion.convert(net, info, tmp_path / "again.pth", to="facebook")
     theirs, expected = torch.load(tmp_path / "again.pth", weights_only=True), state_dict_of(case)
@@ -81,8 +82,47 @@ def test_the_originals_files_round_trip(case: str, tmp_path: Path) -> None:
             torch.testing.assert_close(tensor, expected[name])
         elif name.endswith("qkv.bias"):
             assert torch.equal(tensor, expected[name] * expected[f"{name}_mask"])
+        elif name.endswith("bias_mask") and case == AS_RELEASED:
+            assert tensor.view(3, -1).all(1).tolist() == [True, False, True]
         elif name != "mask_token":
             assert torch.equal(tensor, expected[name]), name
+
+
+def test_periods_as_in_released_files_are_kept_and_named_where_a_library_has_others(tmp_path: Path) -> None:
+    """DINOv3's released files store periods rounded to bfloat16; timm and transformers compute them in float32."""
+    net, info = read(save_case(AS_RELEASED, tmp_path / "dinov3.pth"))
+    conversion.convert(net, info, tmp_path / "again.pth", to="facebook")
+    stored = torch.load(tmp_path / "again.pth", weights_only=True)["rope_embed.periods"]
+    assert torch.equal(stored, state_dict_of(AS_RELEASED)["rope_embed.periods"])
+    for to in ("timm", "huggingface"):
+        with pytest.raises(ConversionError, match=r"rope_periods='bfloat16' \(\w+ computes them in float32\)"):
+            conversion.convert(net, info, tmp_path / to, to=to)
+        conversion.convert(net, info, tmp_path / to, to=to, approximate=True)
+        assert read(tmp_path / to)[1].config.rope_periods == "float32"
+
+
+@pytest.mark.parametrize("base", [100.0, 1000.0, 10000.0])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_periods_computed_in_bfloat16_are_recognized(base: float, head_dim: int) -> None:
+    """As by the original's code with pos_embed_rope_dtype="bf16", with which the released networks were trained."""
+    low = torch.arange(head_dim // 4, dtype=torch.bfloat16)
+    periods = (base ** (2 * low / (head_dim // 2))).float()
+    assert dinov3.rotary_fields(periods) == {"rope_base": base, "rope_periods": "bfloat16"}
+    assert torch.equal(rotary_periods(head_dim, base, torch.empty(0), "bfloat16"), periods)
+
+
+def test_other_periods_are_refused(tmp_path: Path) -> None:
+    """As of networks that were trained with a smallest and a largest period."""
+    periods = 2 * 25 ** torch.linspace(0, 1, 8)
+    with pytest.raises(FormatError, match=r"rope_embed\.periods are not the powers of one base"):
+        read(save_case("mlp", tmp_path / "dinov3.pth", **{"rope_embed.periods": periods}))
+
+
+def test_masks_that_keep_biases_of_keys_are_refused(tmp_path: Path) -> None:
+    name = "blocks.1.attn.qkv.bias_mask"
+    mask = torch.ones_like(state_dict_of("mlp")[name])
+    with pytest.raises(FormatError, match="bias_mask keeps biases of the keys"):
+        read(save_case("mlp", tmp_path / "dinov3.pth", **{name: mask}))
 
 
 def test_unmasked_biases_of_keys_are_kept(tmp_path: Path) -> None:

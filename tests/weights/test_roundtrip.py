@@ -264,6 +264,7 @@ IRRELEVANT = {
     "head_bias": "no effect without a head",
     "position_on_class": "no effect without a class token or learned positions",
     "rope_base": "no effect without rope-2d",
+    "rope_periods": "no effect without rope-2d",
     "head_bias_init": "initialization",
     "pool_norm": "pooling a single token commutes with the norm",
     "dropout": "training",

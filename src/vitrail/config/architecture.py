@@ -93,6 +93,8 @@ class ViTConfig(Config):
     """Library whose interpolation resamples learned positions; see docs/models.md."""
     rope_base: float = 100.0
     """Base of the periods of rope-2d (DINOv3's convention)."""
+    rope_periods: Literal["float32", "bfloat16"] = "float32"
+    """Precision to which the periods of rope-2d are rounded: bfloat16 in the files of DINOv3's own code."""
 
     norm: Literal["layer", "rms"] = "layer"
     """LayerNorm, or RMSNorm."""

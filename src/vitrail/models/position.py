@@ -79,19 +79,27 @@ def cast_like(x: Tensor, like: Tensor) -> Tensor:
     return x if torch.is_autocast_enabled(like.device.type) else x.to(like.dtype)
 
 
-def rotary_periods(head_dim: int, base: float, like: Tensor) -> Tensor:
-    """The K/4 periods of the rotary positions of a head, from 1 to base^(1 - 4/K)."""
+def rotary_periods(head_dim: int, base: float, like: Tensor, precision: str = "float32") -> Tensor:
+    """The K/4 periods of the rotary positions of a head, from 1 to base^(1 - 4/K).
+
+    `precision` "bfloat16" rounds the base and the periods to it.
+    """
+    if precision == "bfloat16":
+        periods = float(torch.tensor(base).bfloat16()) ** (_arange(head_dim // 4, like) * 4 / head_dim)
+        return periods.bfloat16().to(periods.dtype)
     return base ** (_arange(head_dim // 4, like) * 4 / head_dim)
 
 
 @fx.wrap
-def rotary_cos_sin(grid: Grid, head_dim: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_cos_sin(
+    grid: Grid, head_dim: int, base: float, like: Tensor, precision: str = "float32"
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine, each N K, of the rotation angles 2 pi c / period.
 
     c is the row or column coordinate of a patch's center, scaled to [-1, 1]. The K/2 angles are those of the row with
     K/4 periods, then those of the column; they repeat for the second half of the channels.
     """
-    periods = rotary_periods(head_dim, base, like)
+    periods = rotary_periods(head_dim, base, like, precision)
     centers = [2 * (_arange(n, like) + 0.5) / n - 1 for n in grid]
     coords = torch.stack(torch.meshgrid(*centers, indexing="ij"), dim=-1).flatten(0, 1)  # N 2
     angles = (2 * math.pi * coords[:, :, None] / periods).flatten(1).tile(2)  # N K
@@ -192,7 +200,8 @@ class RotaryPosition2d(CachedModule):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.head_dim, self.base = config.width // config.num_heads, config.rope_base
+        self.head_dim = config.width // config.num_heads
+        self.base, self.precision = config.rope_base, config.rope_periods
         self.num_prefix = config.num_prefix_tokens
 
     def forward(self, grid: Grid, like: Tensor) -> QKTransform:
@@ -208,7 +217,7 @@ class RotaryPosition2d(CachedModule):
 
     def cos_sin(self, grid: Grid, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the rotation angles, each N K."""
-        return rotary_cos_sin(grid, self.head_dim, self.base, like)
+        return rotary_cos_sin(grid, self.head_dim, self.base, like, self.precision)
 
 
 class RelativePosition(nn.Module):

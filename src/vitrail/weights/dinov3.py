@@ -1,14 +1,15 @@
 """DINOv3's Vision Transformers, and others of its shape (EUPE, LingBot-Vision): the original's files, timm's, and
 transformers'.
 
-They have rotary positions, storage (register) tokens, and no bias of the keys: the original multiplies a bias by a
-mask that is zero there, timm and transformers have none.
+They have rotary positions, storage (register) tokens, and no bias of the keys: the original multiplies the biases by
+a stored mask, which is zero there, timm and transformers have none. The original's files also store the periods of the
+rotary positions, in the released ones rounded to bfloat16; timm and transformers compute them in float32.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +37,7 @@ from vitrail.weights.renaming import (
     as_vit,
     weight_and_bias,
 )
-from vitrail.weights.swin_names import IGNORED_KEY_BIAS, join
+from vitrail.weights.swin_names import join
 from vitrail.weights.timm import PREFIXES
 from vitrail.weights.timm_pretrained_cfg import pretrained_cfg
 from vitrail.weights.writers import write_torch
@@ -59,8 +60,9 @@ GATED = {
     "huggingface": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 }
 """SwiGLU's gate, value and output."""
+PERIODS = "rope_embed.periods"
 IGNORED = {
-    "facebook": ("mask_token", "rope_embed.periods", "*.bias_mask", "local_cls_norm.*", "projectors.*"),
+    "facebook": ("mask_token", PERIODS, "*.bias_mask", "local_cls_norm.*", "projectors.*"),
     "timm": (),
     "huggingface": ("embeddings.mask_token", "embeddings.register_tokens"),
 }
@@ -69,6 +71,24 @@ transformers' register tokens are unused only if the model has none."""
 HEADS = {4096: 32, 1536: 24}
 """Width -> number of heads, where a file does not store it; else heads have 64 channels."""
 FIXED: dict[str, Any] = {"position": "rope-2d", "norm_eps": 1e-5, "uncovered": "refuse"}
+
+
+def _read_masked_bias(tensors: Sequence[Tensor], _: AnyConfig) -> list[Tensor]:
+    bias, mask = tensors
+    queries, keys, values = (bias * mask.to(bias.dtype)).chunk(3)
+    if not keys.is_meta and keys.nan_to_num().any():
+        raise FormatError("attn.qkv.bias_mask keeps biases of the keys, which DINOv3's training sets to zero.")
+    return [torch.cat([queries, values])]
+
+
+def _write_masked_bias(tensors: Sequence[Tensor], _: AnyConfig) -> list[Tensor]:
+    queries, values = tensors[0].chunk(2)
+    zero, one = torch.zeros_like(queries), torch.ones_like(queries)
+    return [torch.cat([queries, zero, values]), torch.cat([one, zero, one])]
+
+
+MASKED_BIAS = Transform(_read_masked_bias, _write_masked_bias)
+"""The original's biases of queries, keys and values, and their mask <-> the biases of queries and values."""
 
 
 def _qkv_rules(library: Library, config: ViTConfig) -> list[Rule]:
@@ -82,7 +102,7 @@ def _qkv_rules(library: Library, config: ViTConfig) -> list[Rule]:
     if config.key_bias:
         return [weight, bias]
     if library == "facebook":
-        return [weight, Rule(bias.theirs, bias.ours, IGNORED_KEY_BIAS)]
+        return [weight, Rule((f"{bias.theirs}", f"{bias.theirs}_mask"), bias.ours, MASKED_BIAS)]
     return [weight, Rule(("blocks.{i}.attn.q_bias", "blocks.{i}.attn.v_bias"), bias.ours, join(2))]
 
 
@@ -195,15 +215,28 @@ def _default(config: ViTConfig) -> tuple[PreprocessConfig, str]:
 
 def infer_original(archive: Archive) -> ModelInfo:
     stated: dict[str, Any] = {name: archive.hints[name] for name in ("num_heads",) if name in archive.hints}
-    if "rope_embed.periods" in archive.tensors:  # K/4 periods, from 1 to base ** (1 - 4 / K)
-        periods = archive.tensors["rope_embed.periods"].double()
-        width = archive.shape(f"{PATCH['facebook']}.weight")[0]
-        stated["num_heads"] = width // (4 * len(periods))
-        if len(periods) > 1:
-            base = float(periods[-1]) ** (len(periods) / (len(periods) - 1))
-            stated["rope_base"] = float(f"{base:.5g}")
+    if PERIODS in archive.tensors:
+        periods = archive.tensors[PERIODS].float()
+        stated["num_heads"] = archive.shape(f"{PATCH['facebook']}.weight")[0] // (4 * len(periods))
+        stated |= rotary_fields(periods)
     config = _config("facebook", archive, stated)
     return _info(archive, config, *_default(config))
+
+
+def rotary_fields(periods: Tensor) -> dict[str, Any]:
+    """`rope_base` and `rope_periods` of stored periods: base ** (i / n), i from 0 to n - 1, perhaps rounded."""
+    count = len(periods)
+    base = float(periods[-1]) ** (count / (count - 1)) if count > 1 else ViTConfig().rope_base
+    precisions = ("float32", "bfloat16")
+    for candidate in (float(f"{base:.{digits}g}") for digits in range(1, 6)):
+        for precision in precisions:
+            expected = rotary_periods(4 * count, candidate, periods, precision)
+            if torch.allclose(periods, expected, rtol=1e-6, atol=0):
+                return {"rope_base": candidate, "rope_periods": precision}
+    raise FormatError(
+        f"{PERIODS} are not the powers of one base; vitrail does not support networks that were trained with "
+        "pos_embed_rope_min_period and pos_embed_rope_max_period."
+    )
 
 
 def infer_timm(archive: Archive) -> ModelInfo:
@@ -289,20 +322,18 @@ def inexact_conventions(library: Library, info: ModelInfo) -> list[str]:
         f"a norm epsilon of {config.norm_eps:g} ({library} has 1e-5)": config.norm_eps != 1e-5
         and library != "huggingface",
         f"rope_base={config.rope_base:g} (timm has 100)": config.rope_base != 100 and library == "timm",
+        f"rope_periods={config.rope_periods!r} ({library} computes them in float32)": library != "facebook"
+        and config.rope_periods != "float32",
     }
     return [name for name, present in parts.items() if present]
 
 
 def write_original(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:
-    """Write a state dict with the periods of the rotary positions, the mask of the biases, and a zero mask token."""
+    """Write a state dict with the periods of the rotary positions and a zero mask token."""
     config = as_vit(info.config)
     head_dim = config.width // config.num_heads
     complete = {**tensors, "mask_token": torch.zeros(1, config.width)}
-    complete["rope_embed.periods"] = rotary_periods(head_dim, config.rope_base, torch.empty(0))
-    if config.qkv_bias and not config.key_bias:
-        mask = torch.ones(3, config.width)
-        mask[1] = 0
-        complete |= {f"blocks.{i}.attn.qkv.bias_mask": mask.flatten() for i in range(config.depth)}
+    complete[PERIODS] = rotary_periods(head_dim, config.rope_base, torch.empty(0), config.rope_periods)
     write_torch(path, complete, overwrite=overwrite)
 
 
