@@ -249,9 +249,12 @@ class Fleet:
 
     def _start_batch(self, replica: Replica, now: float) -> None:
         ready, batch = replica.queues[ENGINE], []
+        full = self.config.batch_overhead + self.config.image_time * self.config.max_batch
+        ends = now + full / replica.speed
         while ready and len(batch) < self.config.max_batch:
             request = ready.popleft()
-            if self.states[request] == OPEN:
+            in_time = self.arrivals[request] + self.config.deadline >= (ends if ready else now)
+            if self.states[request] == OPEN and in_time:
                 batch.append(request)
         if batch:
             self.batches, self.batched = self.batches + 1, self.batched + len(batch)

@@ -169,6 +169,20 @@ def test_an_image_past_its_deadline_does_not_reach_the_engine(vit: vitrail.Model
         assert busy.engine.batches == [1, 1]
 
 
+def test_an_image_that_cannot_be_answered_in_time_makes_room_for_others(vit: vitrail.Model, request_pool: Any) -> None:
+    with run_server(served(vit)) as (client, service):
+        busy = BusyServer(client, service, request_pool)
+        service.default.batcher.batch_seconds = 60.0
+        late, other = busy.send(1, **{"x-deadline-ms": "1000"}), busy.send(2)
+        busy.wait_until_queued(2)
+        busy.engine.go.set()
+        assert [busy.first.result().status_code, other.result().status_code] == [200, 200]
+        assert late.result().status_code == 504
+        assert busy.engine.batches == [1, 1]
+        alone = busy.send(3, **{"x-deadline-ms": "20000"}).result()
+        assert alone.status_code == 200  # nobody else waits
+
+
 def test_the_work_of_a_client_that_disconnects_is_dropped(vit: vitrail.Model, request_pool: Any) -> None:
     with run_server(served(vit)) as (client, service):
         busy = BusyServer(client, service, request_pool)

@@ -71,8 +71,9 @@ class PendingRequest:
         self.abandoned = False
         """Whether the client no longer waits for it."""
 
-    def expired(self) -> bool:
-        return self.abandoned or (self.deadline is not None and time.monotonic() > self.deadline)
+    def expired(self, within: float = 0.0) -> bool:
+        """Whether nobody waits for the response any more, or not `within` seconds from now."""
+        return self.abandoned or (self.deadline is not None and time.monotonic() + within > self.deadline)
 
     def take(self, index: int) -> Any:
         """Remove and return the payload of an image."""
@@ -114,6 +115,8 @@ class Batcher:
         """Whether the engine has been warmed up."""
         self.images_per_second = 10.0
         """Recent throughput."""
+        self.batch_seconds = 0.0
+        """Recent duration of a batch."""
         self.explain_seconds = 1.0
         """Recent engine time of one explanation."""
         self.image_quota = Quota("images are waiting already", config.max_queue)
@@ -316,7 +319,11 @@ class Batcher:
         return bool(self._explain_queue) and self._running_steps < max(self.config.engine_threads - 1, 1)
 
     def _take_batch(self) -> list[BatchItem]:
-        """Take a batch of images that need the same output from the queue, skipping expired requests."""
+        """Take a batch of images that need the same output from the queue, skipping expired requests.
+
+        While others wait, so are those that expire before a batch ends: with a long queue and deadlines, every image
+        would otherwise reach the engine just before its deadline, and be computed for nothing.
+        """
         batch: list[BatchItem] = []
         max_size, blocked = self._max_batch_size(), self._blocked_clients()
         while len(batch) < max_size:
@@ -327,7 +334,7 @@ class Batcher:
                 break
             pending, index = item
             pixels = pending.take(index)
-            if pixels is not None and not pending.expired():
+            if pixels is not None and not pending.expired(self.batch_seconds if self._image_queue else 0.0):
                 batch.append((pending, index, pixels))
         self._batches_per_client.update({pending.client for pending, _, _ in batch})
         return batch
@@ -356,6 +363,7 @@ class Batcher:
             pending.record.ran_batch(index, start, start + took, len(batch))
         rate = parallel * len(batch) / max(took, 1e-6)  # not engine_threads: a single batch may use all cores
         self.images_per_second += 0.1 * (rate - self.images_per_second)
+        self.batch_seconds += 0.1 * (took - self.batch_seconds)
         results = [(pending, index, row) for (pending, index, _), row in zip(batch, rows, strict=True)]
         self._call_on_loop(self._deliver, results)
 
