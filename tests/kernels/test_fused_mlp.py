@@ -304,7 +304,7 @@ def test_plain_kernels_are_the_default_until_others_were_measured() -> None:
 
 def test_a_measured_gpu_uses_the_fastest_installed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(choice, "gpu_name", lambda index: "a GPU")
     monkeypatch.setattr(choice, "MEASURED", {"a GPU": {"mlp": ("quack", "triton")}})
     monkeypatch.setattr(choice, "is_installed", lambda name: name != "quack")
     assert backend_for("mlp", gpu) == "triton"
@@ -322,7 +322,7 @@ def test_a_measured_gpu_uses_the_fastest_installed_kernel(monkeypatch: pytest.Mo
 
 def test_the_environment_replaces_measured_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(choice, "gpu_name", lambda index: "a GPU")
     monkeypatch.setattr(choice, "MEASURED", {"a GPU": {"residual": ("triton",), "attention": ("triton",)}})
     monkeypatch.setattr(choice, "is_installed", lambda name: True)
     monkeypatch.setenv("VITRAIL_KERNELS", "mlp=triton, gelu=polynomial,residual=plain")

@@ -83,8 +83,14 @@ def _resolve(operation: Operation, device_type: str, index: int | None) -> Backe
     replaced = parse(wanted)
     if operation in replaced:
         return replaced[operation]
-    candidates = MEASURED.get(torch.cuda.get_device_name(index), {}).get(operation, ())
+    candidates = MEASURED.get(gpu_name(index), {}).get(operation, ())
     return next((name for name in candidates if is_installed(name)), "plain")
+
+
+@cache
+def gpu_name(index: int | None) -> str:
+    """Name of a GPU; empty for that of fake tensors on a machine without one."""
+    return torch.cuda.get_device_name(index) if torch.cuda.is_available() else ""
 
 
 @cache
