@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -164,16 +166,34 @@ def test_folder_without_index_files_is_not_deleted(features, small_limit):
     assert (folder / "photo.jpg").read_text() == "mine"
 
 
-def test_unwritable_folder_falls_back_to_exact_search(features, values, small_limit, monkeypatch, caplog):
-    def full(*arguments, **options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(inverted_lists, "write_lists", full)
-    index = FeatureIndex.open(features)
+@pytest.mark.parametrize("missing", [124_000, 40_000, 1], ids=["all", "some", "the last byte"])
+def test_full_disk_falls_back_to_exact_search(features, values, small_limit, missing, caplog):
+    """A full disk is simulated with the kernel's limit of file size. FAISS does not notice when the last bytes fail."""
+    FeatureIndex.open(features)
+    size = (index_folder(features) / "shard-00000.bin").stat().st_size
+    shutil.rmtree(index_folder(features))
+    unlimited, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size - missing, unlimited[1]))
+        index = FeatureIndex.open(features)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        signal.signal(signal.SIGXFSZ, ignored)
     assert index.is_exact
-    assert "the disk or its quota is full" in caplog.text
+    assert f"FAISS could not write {index_folder(features)} (" in caplog.text
+    assert "check the disk. Searching all 3,000 rows instead." in caplog.text
     assert recall(index, values, queries()) == 1
-    assert not index_folder(features).exists()
+    assert [path.name for path in features.parent.iterdir() if path.is_dir()] == []
+
+
+def test_index_of_a_killed_process_is_removed_by_the_next(features, small_limit):
+    left = [features.with_name(f".{features.name}.index.{name}") for name in ("0a1b2c3d.tmp", "4e5f6a7b.old")]
+    other = features.with_name(f".{features.name}.0a1b2c3d.tmp")
+    for folder in (*left, other):
+        folder.mkdir()
+        (folder / "shard-00000.bin").touch()
+    FeatureIndex.open(features)
+    assert [folder.exists() for folder in (*left, other)] == [False, False, True]
 
 
 def test_without_faiss_the_search_is_exact_with_a_note(features, values, monkeypatch, caplog):

@@ -108,7 +108,7 @@ class FeatureIndex:
         try:
             return cls.build(path, recall=recall, started=started, advance=advance, only_if_missing=True)
         except CheckpointError as error:
-            warn_once([f"{str(error).rstrip('.')} Searching all {len(store):,} rows instead"])
+            warn_once([f"{str(error).rstrip('.')}. Searching all {len(store):,} rows instead"])
             return cls._exact(store)
 
     @classmethod
@@ -136,6 +136,7 @@ class FeatureIndex:
         if not inverted_lists.is_available():
             raise ConfigError("FAISS cannot map its lists on this system; search exactly with --exact.")
         with index_file.build_lock(store.path):
+            index_file.remove_leftovers(store.path)
             if only_if_missing:
                 try:
                     return cls._indexed(store, index_file.read_record(store), recall)
@@ -247,7 +248,10 @@ def _build(
     with new_folder(index_file.index_folder(store.path), overwrite=True) as folder:
         inverted_lists.write_lists(trained, queries.collect(read()), folder)
         paths = index_file.shard_paths(folder)
-        built = InvertedLists(paths)
+        try:
+            built = InvertedLists(paths)
+        except DataError as error:  # FAISS does not notice a disk that is full at the end of a file
+            raise CheckpointError(f"FAISS could not write {folder} (a file is incomplete); check the disk.") from error
         points = queries.measure(built)
         index_file.check_unchanged(store, parts)
         shards = [index_file.describe_shard(*shard) for shard in zip(paths, built.list_bytes, strict=True)]

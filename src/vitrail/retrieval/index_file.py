@@ -6,14 +6,15 @@
 Whenever an index is opened, the sizes of the shards are compared, and the checksums of what precedes the lists. So a
 damaged file is not followed out of bounds: damaged vectors give wrong neighbors, but nothing worse.
 
-
 The folder appears when it is complete. An index can be made again from the features at any time. So one that is
 damaged, of another version, or made from other features is replaced.
 """
 
 from __future__ import annotations
 
+import glob
 import json
+import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -95,6 +96,14 @@ def build_lock(features: Path) -> Iterator[None]:
     folder = index_folder(features)
     with explain_write_errors(folder), file_lock(folder.with_name(f".{folder.name}.lock")):
         yield
+
+
+def remove_leftovers(features: Path) -> None:
+    """Delete what processes left that were killed while they built the index; to be called with its lock."""
+    folder = index_folder(features)
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*"):
+        if left.suffix in (".tmp", ".old"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def describe_parts(store: FeatureStore) -> tuple[IndexedPart, ...]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.errors import ConfigError, DataError, first_line
+from vitrail.errors import CheckpointError, ConfigError, DataError, VitrailError, first_line
 from vitrail.evaluation.knn import normalize_rows
 from vitrail.retrieval.exact_search import Hits
 
@@ -76,10 +76,13 @@ def train(sample: Tensor, lists: int) -> Any:
 
 
 def write_lists(index: Any, blocks: Iterable[tuple[int, Tensor]], folder: Path) -> None:
-    """Add blocks of (first row, B D) to a trained index and write it to `folder`, as one or more shards."""
+    """Add blocks of (first row, B D) to a trained index and write it to `folder`, as one or more shards.
+
+    CheckpointError if the disk is full.
+    """
     faiss = import_faiss()
     shards = 0
-    with _threads(faiss), _explained(folder):
+    with _threads(faiss), _explained(folder, CheckpointError):
         for start, block in blocks:
             index.add_with_ids(normalize_rows(block).numpy(), np.arange(start, start + len(block), dtype=np.int64))
             if index.ntotal * (index.code_size + ID_BYTES) >= SHARD_BYTES:
@@ -153,10 +156,11 @@ def _threads(faiss: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    """FAISS's errors in one sentence; a full disk stays an OSError where FAISS says so."""
+def _explained(folder: Path, kind: type[VitrailError] = DataError) -> Iterator[None]:
+    """FAISS's errors in one sentence."""
     try:
         yield
     except RuntimeError as error:
         reason = first_line(error).rpartition("Error: ")[2]
-        raise DataError(f"FAISS could not read or write {folder} ({reason}); check the disk.") from error
+        what = "write" if kind is CheckpointError else "read"
+        raise kind(f"FAISS could not {what} {folder} ({reason}); check the disk.") from error
