@@ -18,7 +18,8 @@ from vitrail.config.swin import WindowPlacement
 from vitrail.errors import ConfigError, ModelError
 from vitrail.models import Swin, build
 from vitrail.models.flops import count_flops
-from vitrail.models.windows import from_windows, join_and_unroll, roll_and_cut, to_windows, window_plan
+from vitrail.models.model_names import parse_name
+from vitrail.models.windows import WindowPlan, from_windows, join_and_unroll, roll_and_cut, to_windows, window_plan
 
 RULES = ("torchvision", "microsoft", "huggingface", "timm")
 SMALL: dict[str, Any] = {
@@ -192,6 +193,27 @@ def test_tables_are_resampled_for_another_window() -> None:
     assert torch.equal(net.with_window(3)(torch.ones(1, 3, 32, 32)), net(torch.ones(1, 3, 32, 32)))
     shrunk = small_swin(window_rule="microsoft", window_size=4).resized(16)  # its last map has 2 x 2 tokens
     assert shrunk.stages[1].blocks[0].attention.bias.table.shape == (9, 2)
+
+
+def test_other_windows_of_version_2_keep_the_scale_of_distances() -> None:
+    """As in the released models: SwinV2-B-w12to16 is SwinV2-B-w12 with windows of 16."""
+    for name, window in (("SwinV2-B-w12to16@192", 16), ("SwinV2-B-w12to24@192", 24)):
+        small = build(parse_name("SwinV2-B-w12").replace(width=8, num_heads=(1, 1, 1, 1), window_rule="microsoft"))
+        assert isinstance(small, Swin)
+        assert small.with_window(window).config.pretrained_window_sizes == parse_name(name).pretrained_window_sizes
+    net = small_swin(version=2, window_size=2)
+    larger = net.with_window(4)
+    rows = [n.stages[0].blocks[0].attention.bias.bias(plan_of(n, 2)) for n in (net, larger)]
+    torch.testing.assert_close(rows[0], rows[1])  # the same function of the distance
+    assert larger.with_window(2).config.pretrained_window_sizes == (2, 2)
+    with pytest.raises(ModelError, match="not square"):
+        small_swin(version=2, window_size=(2, 4)).with_window(4)
+
+
+def plan_of(net: Swin, window: int) -> WindowPlan:
+    """Windows of another size in the network's first block."""
+    placement = net.config.window_placement(0)._replace(size=(window, window))
+    return window_plan((8, 8), placement, False, torch.empty(0))
 
 
 def test_copies_for_other_classes_and_channels() -> None:

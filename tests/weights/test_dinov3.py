@@ -162,7 +162,9 @@ def test_every_released_size_is_recognized_from_the_originals_tensors(model: Any
         tensors["blocks.0.attn.qkv.bias_mask"] = torch.empty(3 * expected.width, device="meta")
     form, archive = checkpoint.detect_format(Archive("dinov3.pth", LazyTensors.from_tensors(tensors)))
     assert form.name == "facebook"
-    assert form.infer_info(archive).config == expected
+    info = form.infer_info(archive)
+    assert info.config == expected
+    assert ("SAT-493M" in info.notes[0]) == (model.name in ("DINOv3-L/16", "DINOv3-7B/16"))
 
 
 @pytest.mark.peer

@@ -51,6 +51,19 @@ FILES = {
         "layers.0.blocks.1.mlp._moe_layer.experts.batched_fc1_w",
         "",
     ),
+    "TinyViT, timm's": (
+        "TinyViT",
+        "patch_embed.conv1.conv.weight head.fc.weight stages.1.blocks.0.attn.norm.weight "
+        "stages.1.blocks.0.attn.qkv.weight stages.1.blocks.0.attn.attention_biases",
+        "",
+    ),
+    "CoAtNet, timm's": ("CoAtNet", "stem.conv1.weight stages.2.blocks.0.attn.rel_pos.mlp.fc1.weight", ""),
+    "CaiT, its authors'": ("CaiT", f"{TRUNK} pos_embed norm.weight", f"{BLOCK} gamma_1 attn.proj_l.weight"),
+    "MViT V2, torchvision's": (
+        "MViT",
+        "conv_proj.weight pos_encoding.class_token norm.weight head.1.weight",
+        "norm1.weight attn.rel_pos_h attn.qkv.weight attn.pool_q.pool.weight attn.project.0.weight mlp.0.weight",
+    ),
 }
 
 
@@ -81,6 +94,8 @@ def test_file_of_an_unsupported_family_is_refused_by_name(kind: str, section: st
         ("eva02_base_patch14_448", "EVA-02"),
         ("aimv2_large_patch14_224", "AIMv2"),
         ("vit_pe_core_base_patch16_224", "Perception Encoder"),
+        ("tiny_vit_5m_224", "TinyViT"),
+        ("maxxvitv2_rmlp_base_rw_224", "MaxViT"),
     ],
 )
 def test_unsupported_timm_architecture_is_refused_by_name(architecture: str, family: str) -> None:

@@ -264,8 +264,18 @@ class Swin(BaseNet):
         return self._rebuilt(self.config.replace(image_size=image_size))
 
     def with_window(self, window_size: Pair) -> Swin:
-        """A copy with windows of another size, and the tables of position biases resampled for it."""
-        return self._rebuilt(self.config.replace(window_size=window_size, stage_window_sizes=()))
+        """A copy with windows of another size.
+
+        Version 1: tables of position biases are resampled. Version 2: the coordinates of the biases keep their scale,
+        that of the windows before, as in the released models window12to16 and window12to24.
+        """
+        changes: dict[str, Any] = {"window_size": window_size, "stage_window_sizes": ()}
+        if self.config.version == 2 and not any(self.config.pretrained_window_sizes):
+            before = [self.config.table_window(stage) for stage in range(len(self.stages))]
+            if any(height != width for height, width in before):
+                raise ModelError(f"windows of version 2 that are not square, {before}, cannot be replaced by others.")
+            changes["pretrained_window_sizes"] = tuple(height for height, _ in before)
+        return self._rebuilt(self.config.replace(**changes))
 
     def _rebuilt(self, config: SwinConfig) -> Swin:
         resampled = {}

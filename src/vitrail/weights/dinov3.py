@@ -70,6 +70,8 @@ IGNORED = {
 transformers' register tokens are unused only if the model has none."""
 HEADS = {4096: 32, 1536: 24}
 """Width -> number of heads, where a file does not store it; else heads have 64 channels."""
+SATELLITE_WIDTHS = (1024, 4096)
+"""Widths of the networks that were also released for satellite images, whose files have the same tensors."""
 FIXED: dict[str, Any] = {"position": "rope-2d", "norm_eps": 1e-5, "uncovered": "refuse"}
 
 
@@ -220,7 +222,12 @@ def infer_original(archive: Archive) -> ModelInfo:
         stated["num_heads"] = archive.shape(f"{PATCH['facebook']}.weight")[0] // (4 * len(periods))
         stated |= rotary_fields(periods)
     config = _config("facebook", archive, stated)
-    return _info(archive, config, *_default(config))
+    preprocess, note = _default(config)
+    if config.width in SATELLITE_WIDTHS:
+        note = (
+            f"{note[:-1]}; networks of satellite images (SAT-493M) have mean 0.43 0.411 0.296, std 0.213 0.156 0.143."
+        )
+    return _info(archive, config, preprocess, note)
 
 
 def rotary_fields(periods: Tensor) -> dict[str, Any]:

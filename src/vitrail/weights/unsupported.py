@@ -43,7 +43,10 @@ UNSUPPORTED = (
     _family("Swin V2-CR, timm's own variant", r"^swinv2_cr_", f"stages.#.{BLOCK}attn.meta_mlp.fc1.weight"),
     _family("Swin-MLP", "", f"layers.#.{BLOCK}spatial_mlp.weight"),
     _family("Swin-MoE", "", f"layers.#.{BLOCK}mlp._moe_layer.experts.batched_fc1_w"),
-    _family("MViT", r"^mvitv2_", f"{BLOCK}attn.pool_q.weight"),
+    _family("MViT", r"^mvitv2_", f"{BLOCK}attn.pool_q.weight", f"{BLOCK}attn.pool_q.pool.weight"),
+    _family("TinyViT or LeViT", r"^(tiny_vit|levit)_", f"stages.#.{BLOCK}attn.attention_biases"),
+    _family("CoAtNet or MaxViT", r"^coat(net|next)_|^max(x?)vitv?\d?_", f"stages.#.{BLOCK}attn.rel_pos.mlp.fc1.weight"),
+    _family("CaiT", r"^cait_", f"{BLOCK}attn.proj_l.weight"),
     _family("Hiera", r"^(sam2_)?hiera_",
         f"{BLOCK}attn.qkv.weight {BLOCK}proj.weight", "encoder.stages.#.layers.#.attn.qkv.weight"),
     _family("SAM's image encoder or ViTDet", r"^samvit_",
@@ -89,7 +92,6 @@ UNSUPPORTED = (
         f"stages.#.{BLOCK}conv1.weight stages.#.{BLOCK}norm1.weight norm.running_mean"),
     _family("a ViT whose attention pool reads its registers (timm's test_vit3)", r"^test_vit3$",
         f"attn_pool.latent reg_token {BLOCK}ls1.gamma", shared_with="ViT"),
-    _family("CaiT", r"^cait_", f"{BLOCK}attn.proj_l.weight"),
     _family("MLCD", "", "class_pos_emb pre_layrnorm.weight"),
 )
 """In the order in which they are tried."""
