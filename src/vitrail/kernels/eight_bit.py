@@ -50,6 +50,13 @@ class EightBitLinear(nn.Module):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.scaled_mm = private_torch.scaled_mm()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EightBitLinear:
+        """Moves to a device; a cast, such as net.bfloat16(), is for the bias only."""
+        weight, scale = self.weight, self.weight_scale
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.weight, self.weight_scale = weight.to(self.weight.device), scale.to(self.weight.device)
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
         values, scale = quantize_rows(x.flatten(0, -2))
         dtype = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.bfloat16
