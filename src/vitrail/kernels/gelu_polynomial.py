@@ -83,8 +83,9 @@ def compiled_gelu(x: Tensor, tanh: bool = False) -> Tensor:
 
 def can_use_compiled_gelu(x: Tensor) -> bool:
     """Whether `compiled_gelu` applies: a graph is compiled, for 16 bits on a GPU. Eager, it would be twenty kernels."""
-    is_half = x.dtype in (torch.bfloat16, torch.float16)
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.device.type == "cuda" and is_half
+    if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
 
 
 class _Gelu(torch.autograd.Function):
