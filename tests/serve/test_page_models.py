@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from browsing import format_bars, read_bars, wait_for_bars
 from model_folders import make_model, put, run_app, run_models
-from serving import QUICK, served
+from serving import QUICK, served, wait_until
 
 import vitrail
 from vitrail.serve.app import create_app
@@ -74,5 +74,5 @@ def test_the_page_is_reloaded_when_its_answers_come_from_another_version(
         page.keyboard.press("x")
         page.locator("#samples button").nth(1).click()
         expect(page.locator("#banner-text")).to_have_text("The server has another version of the model now: 2.")
-        assert read_bars(page)
+        wait_until(lambda: page.wait_for_timeout(30) or read_bars(page))
         shutil.rmtree(folder)
