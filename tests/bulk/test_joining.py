@@ -68,6 +68,9 @@ def test_parts_of_another_command_and_existing_files_are_refused(tmp_path):
     numbers_folder(tmp_path / "a", 6)
     with pytest.raises(ConfigError, match="was made by vitrail embed; join it with that command"):
         join([tmp_path / "a"], tmp_path / "b", task="predict")
+    numbers_folder(tmp_path / "p", 6, task="predict")
+    with pytest.raises(ConfigError, match=r"p was made by vitrail predict, not embed; .*a has the latter"):
+        join([tmp_path / "a", tmp_path / "p"], tmp_path / "b")
     (tmp_path / "b.parquet").write_text("precious")
     with pytest.raises(ConfigError, match=r"b\.parquet already exists; choose another --out, or pass --overwrite"):
         join([tmp_path / "a"], tmp_path / "b.parquet")

@@ -311,6 +311,14 @@ def test_timm_is_suggested_only_if_it_has_the_class_names(
     assert "class " in result.out
 
 
+def test_unreadable_images_are_no_failure_with_skip_bad(vitrail, weights, tmp_path):
+    album = write_noise_folder(tmp_path / "album", {"cat": 2})
+    (album / "cat" / "1.png").write_bytes(b"no image")
+    for options, status in (((), 1), (("--skip-bad",), 0)):
+        result = vitrail("predict", album, "-m", weights, *options)
+        assert (result.status, result.errors[-1]) == (status, "1 of 2 images could not be read.")
+
+
 def test_a_data_set_is_classified_into_a_folder_of_parts(vitrail, weights, tmp_path):
     album = write_noise_folder(tmp_path / "album", {"cat": 3, "dog": 2})
     (album / "cat" / "1.png").write_bytes(b"no image")
@@ -343,6 +351,8 @@ def test_a_data_set_is_classified_into_a_folder_of_parts(vitrail, weights, tmp_p
         ("--shard 1/2", "predict needs --data SPEC and --out DIR: vitrail predict --data photos/ --out classes/."),
         ("--data digits --out f.csv", "--out f.csv: expected a .parquet file or a folder; try f.parquet or f."),
         ("--data digits --out f --on ray --engine auto", "--engine auto with --on ray: pass the exported file as"),
+        ("a.jpg --split test", "--root and --split need --data SPEC; leave them out, or pass the images with --data."),
+        ("a.jpg --root photos", "--root and --split need --data SPEC; leave them out, or pass the images with --data."),
         ("--data digits --out f --top 2 --split tset", "unknown split 'tset'; did you mean 'test'?"),
     ],
 )

@@ -126,6 +126,9 @@ def test_missing_and_contradicting_options_are_named(vitrail, weights, features,
     assert "recall=2" in error(photos, "-i", features, "--recall", 2)
     assert "there is no file" in error(photos, "-i", tmp_path / "missing.parquet")
     assert "has 6 rows, an index needs 100" in error("--build", "-i", features)
+    assert error(photos, "-i", features, "--data", photos).startswith("--data and --root are for the images of")
+    figure = tmp_path / "figure.txt"
+    assert error(photos, "-i", features, "--figure", figure).startswith(f"--figure {figure}: expected one of the")
 
 
 def test_wrong_model_is_an_error(vitrail, headless, features, photos):

@@ -41,6 +41,21 @@ def test_complete_json_is_written_when_all_parts_exist(tmp_path):
     assert {p.name for p in folder.path.glob(".*")} == set()
 
 
+def test_a_part_may_be_finished_by_another_process_while_it_is_written(tmp_path, monkeypatch):
+    """A failed task of a job array, submitted again, computes the parts of tasks that still run, too."""
+    folder, write = numbers_folder(tmp_path / "parts", parts=range(2)), pq.write_table
+
+    def write_late(*arguments, **options):
+        write(*arguments, **options)
+        monkeypatch.setattr(pq, "write_table", write)
+        write_numbers(folder, 2)
+        folder.finish()  # deletes the temporary files
+
+    monkeypatch.setattr(pq, "write_table", write_late)
+    write_numbers(folder, 2)
+    assert folder.finish() == (7, {})
+
+
 def test_a_part_of_another_run_is_refused(tmp_path):
     ours, theirs = numbers_folder(tmp_path / "a"), numbers_folder(tmp_path / "b", features="other")
     theirs.part_path(1).replace(ours.part_path(1))

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -19,7 +20,8 @@ from conftest import need_extra
 from training.small_runs import SMALL, identical_weights, logged_metrics, saved_steps
 from training.test_restart import ROOT, start_torchrun, wait_and_read_log
 
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, TrainError
+from vitrail.training import ray_train
 from vitrail.training.ray_train import worker_resources
 
 COMMAND = ("train", "digits", *SMALL, "device=cpu", "duration=48 steps", "checkpoint_every=5 steps")
@@ -52,6 +54,36 @@ def test_more_workers_than_the_cluster_has_places_are_refused() -> None:
         worker_resources([machine(CPU=32, GPU=4)], 5, gpu=True)
     with pytest.raises(ConfigError, match="--workers 9: the cluster has 8 CPU cores; try --workers 8"):
         worker_resources([machine(CPU=8, GPU=4)], 9, gpu=False)
+
+
+def test_a_command_deletes_its_own_files_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A second command for a run that is under way ends with an error; the files of the first one stay."""
+
+    def fail(spec: dict[str, Any], resources: dict[str, Any]) -> None:
+        message = {"type": "TrainError", "message": "another process is training here"}
+        (Path(spec["scratch"]) / "error.json").write_text(json.dumps(message))
+
+    @contextmanager
+    def cluster(address: str) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(
+            nodes=lambda: [machine(CPU=2)],
+            remote=lambda **options: lambda function: SimpleNamespace(remote=fail),
+            wait=lambda pending, timeout: (pending, []),
+            get=lambda pending: None,
+        )
+
+    monkeypatch.setattr(ray_train, "ray_cluster", cluster)
+    monkeypatch.setattr(ray_train, "check_shared_folder", lambda ray, folder: None)
+    first = tmp_path / "run" / "ray" / "0a1b2c3d"
+    first.mkdir(parents=True)
+    spec = ray_train.RayRun(function="train", arguments={}, out=str(tmp_path / "run"))
+    with pytest.raises(TrainError, match="another process is training here"):
+        ray_train.run_on_ray("ray", spec)
+    assert list((tmp_path / "run" / "ray").iterdir()) == [first]
+    first.rmdir()
+    with pytest.raises(TrainError):
+        ray_train.run_on_ray("ray", spec)
+    assert not (tmp_path / "run" / "ray").exists()
 
 
 class RayCommand:
@@ -181,3 +213,5 @@ def test_workers_need_a_cluster() -> None:
 
     with pytest.raises(ConfigError, match="--workers 2 needs --on ray"):
         RunOptions(workers=2)
+    with pytest.raises(ConfigError, match="--max-restarts 2 needs --on ray"):
+        RunOptions(max_restarts=2)

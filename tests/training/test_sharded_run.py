@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import tempfile
 import threading
@@ -113,6 +114,41 @@ def test_checkpoint_that_was_being_written_at_a_kill_is_not_used(
     assert (tmp_path / "run" / "checkpoint" / ".00000008.tmp" / "shards").is_dir()
     assert saved_steps(tmp_path / "run") == [4]
     assert two_processes.run(train, sharded_config(), str(tmp_path / "run"), True) == [LENGTH, LENGTH]
+    assert identical_weights(tmp_path / "run", reference_run)
+    assert not list((tmp_path / "run" / "checkpoint").glob(".*tmp"))
+
+
+def train_with_full_disk(config: dict[str, Any], folder: str, full_on: int) -> list[list[int]]:
+    """Train; one process has no space for the checkpoint of step 4. Returns what is complete at steps 6 and 10."""
+    unlimited, seen = resource.getrlimit(resource.RLIMIT_FSIZE), []
+
+    def fill(logger: RunLogger) -> None:
+        if logger.distributed.rank == full_on:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
+
+    def look(logger: RunLogger) -> None:
+        logger.checkpoints.wait()
+        logger.distributed.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        seen.append(logger.checkpoints.steps())
+
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with at_step(3, fill), at_step(6, look), at_step(10, look):
+            train(config, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        signal.signal(signal.SIGXFSZ, ignored)
+    return seen
+
+
+@pytest.mark.parametrize("full_on", [0, 1])
+def test_full_disk_of_one_process_costs_a_checkpoint_and_no_step(
+    two_processes: Processes, reference_run: Path, tmp_path: Path, full_on: int
+) -> None:
+    results = two_processes.run(train_with_full_disk, sharded_config(), str(tmp_path / "run"), full_on)
+    assert results == [[[], [8]]] * 2
+    assert saved_steps(tmp_path / "run") == [8, LENGTH]
     assert identical_weights(tmp_path / "run", reference_run)
     assert not list((tmp_path / "run" / "checkpoint").glob(".*tmp"))
 

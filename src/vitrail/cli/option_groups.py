@@ -290,8 +290,11 @@ class RunOptions:
         typer.Option("--workers", min=1, metavar="N", help="With --on: number of processes; default: one per GPU."),
     ] = None
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, metavar="N", help="With --on: restarts after failures.")
-    ] = 3
+        int | None,
+        typer.Option(
+            "--max-restarts", min=0, metavar="N", help="With --on: restarts after failures.", show_default="3"
+        ),
+    ] = None
     report: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")] = True
     skip_bad: SkipBad = False
     settings: Annotated[
@@ -301,6 +304,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.workers is not None and self.on is None:
             raise ConfigError(f"--workers {self.workers} needs --on ray; without Ray, start processes with torchrun.")
+        if self.max_restarts is not None and self.on is None:
+            raise ConfigError(f"--max-restarts {self.max_restarts} needs --on ray; pass it to torchrun otherwise.")
 
     @property
     def overrides(self) -> list[str]:

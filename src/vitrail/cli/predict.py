@@ -95,6 +95,8 @@ def predict(
         return
     if not images:
         raise typer.BadParameter("Missing argument 'IMAGE'.")
+    if source.root is not None or split != "all":
+        raise ConfigError("--root and --split need --data SPEC; leave them out, or pass the images with --data.")
     as_json = as_json or (out is not None and out.suffix.lower() == ".json")
     if logits and not as_json:
         raise ConfigError("--logits needs --json.")
@@ -107,15 +109,10 @@ def predict(
     text = _json(rows) if as_json else _csv(rows, top) if many or out is not None else _listing(rows)
     if out is not None:
         write_output(out, "".join(text))
-        print_note(f"wrote predictions for {len(paths) - rows.failed} of {len(paths)} images to {out}.")
+        print_note(f"wrote predictions for {len(paths) - rows.unreadable.count} of {len(paths)} images to {out}.")
     else:
-        for piece in text:
-            # color=True: otherwise click strips escape sequences from names in files and pipes.
-            typer.echo(escape_control(piece) if sys.stdout.isatty() else piece, nl=False, color=True)
-    if rows.failed and len(paths) > 1:
-        print_error(f"{rows.failed} of {len(paths)} images could not be read.")
-    if rows.failed:
-        raise typer.Exit(1)
+        print_text(text)
+    rows.unreadable.exit_if_any(len(paths), skip_bad=source.skip_bad)
 
 
 def _predict_data(
@@ -160,32 +157,46 @@ def _predict_data(
     print_result(result, f"the {result.width} best classes of each", as_json, source.skip_bad)
 
 
+class UnreadableImages:
+    """Reports images that cannot be read, and counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def report(self, reason: str) -> None:
+        self.count += 1
+        if self.count <= MAX_LISTED_ERRORS:
+            print_error(reason)
+        elif self.count == MAX_LISTED_ERRORS + 1:
+            print_error("further unreadable images are counted but not listed.")
+
+    def exit_if_any(self, num_images: int, *, skip_bad: bool = False) -> None:
+        """Exit with status 1, after a summary for several images, unless all could be read or `skip_bad` is set."""
+        if self.count and num_images > 1:
+            print_error(f"{self.count} of {num_images} images could not be read.")
+        if self.count and not skip_bad:
+            raise typer.Exit(1)
+
+
 class _Rows:
-    """Iterates over the rows in input order as they are computed; counts and reports unreadable images."""
+    """Iterates over the rows in input order as they are computed; reports unreadable images."""
 
     def __init__(self, vit: Model, paths: list[Path], batch_size: int, top: int, logits: bool, bar: bool) -> None:
         self.vit, self.paths, self.batch_size, self.top, self.logits = vit, paths, batch_size, top, logits
         self.bar = bar and len(paths) > batch_size
-        self.failed = 0
+        self.unreadable = UnreadableImages()
 
     def __iter__(self) -> Iterator[Row]:
         with progress_bar(self.bar) as bar:
             task = bar.add_task("predicting", total=len(self.paths))
             for path, answer in zip(self.paths, self.vit.stream(self.paths, self.batch_size), strict=True):
                 if isinstance(answer, VitrailError):
-                    yield self._failure(path, str(answer))
+                    self.unreadable.report(str(answer))
+                    yield Row(path, error=str(answer))
                 else:
                     ranked = self.vit.top_predictions(answer[None], self.top)[0]
                     yield Row(path, ranked, logits=answer.tolist() if self.logits else None)
                 bar.advance(task)
-
-    def _failure(self, path: Path, reason: str) -> Row:
-        self.failed += 1
-        if self.failed <= MAX_LISTED_ERRORS:
-            print_error(reason)
-        elif self.failed == MAX_LISTED_ERRORS + 1:
-            print_error("further unreadable images are counted but not listed.")
-        return Row(path, error=reason)
 
 
 def find_images(given: Sequence[str]) -> tuple[list[Path], bool]:
@@ -272,18 +283,28 @@ def _csv(rows: Iterable[Row], top: int) -> Iterator[str]:
 
 def _json(rows: Iterable[Row]) -> Iterator[str]:
     """A JSON list with one object per image."""
+    return json_list(_entry(row) for row in rows)
+
+
+def _entry(row: Row) -> dict[str, Any]:
+    predictions = {"error": row.error} if row.error else {"predictions": [asdict(p) for p in row.predictions]}
+    return {"path": str(row.path)} | predictions | ({} if row.logits is None else {"logits": row.logits})
+
+
+def json_list(entries: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """A JSON list, one object at a time."""
     before = "[\n"
-    for row in rows:
-        entry: dict[str, Any] = {"path": str(row.path)}
-        if row.error:
-            entry["error"] = row.error
-        else:
-            entry["predictions"] = [asdict(p) for p in row.predictions]
-        if row.logits is not None:
-            entry["logits"] = row.logits
+    for entry in entries:
         yield before + json.dumps(entry)
         before = ",\n"
     yield "\n]\n"
+
+
+def print_text(text: Iterable[str]) -> None:
+    """Write text to standard output as it comes; names from files cannot control a terminal."""
+    for piece in text:
+        # color=True: otherwise click strips escape sequences from names in files and pipes.
+        typer.echo(escape_control(piece) if sys.stdout.isatty() else piece, nl=False, color=True)
 
 
 def check_destination(path: Path) -> None:

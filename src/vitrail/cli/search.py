@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,13 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.console import one_line, print_error, print_note, progress_bar
+from vitrail.cli.console import one_line, print_note, progress_bar
 from vitrail.cli.model_options import BatchSize, ModelSpec, open_model
 from vitrail.cli.option_groups import LoadOptions, with_option_groups
 from vitrail.cli.options import Data, Json, Root
-from vitrail.cli.predict import MAX_LISTED_ERRORS, Out, check_destination, find_images, write_output
+from vitrail.cli.predict import (
+    Out,
+    UnreadableImages,
+    check_destination,
+    find_images,
+    json_list,
+    print_text,
+    write_output,
+)
 from vitrail.errors import ConfigError, VitrailError
-from vitrail.runtime import escape_control
 
 if TYPE_CHECKING:
     from vitrail.retrieval.feature_index import FeatureIndex, Match
@@ -87,11 +92,15 @@ def search(
         raise ConfigError("search needs an image, or --build: vitrail search cat.jpg --index features.parquet.")
     if (exact and build) or (lists is not None and not build):
         raise ConfigError("--lists needs --build, and --exact uses no index; drop one of them.")
+    if figure is None and (data is not None or root is not None):
+        raise ConfigError("--data and --root are for the images of --figure FILE; pass all, or leave them out.")
     options = loading.load_options
     paths, many = find_images(images) if images else ([], False)
     for file in (out, figure):
         if file is not None:
             check_destination(file)
+    if figure is not None:
+        _check_extension(figure)
     opened = _open_index(index, recall, exact, build, lists)
     print_note(f"{index}: {opened}.")
     if not paths:
@@ -101,16 +110,12 @@ def search(
     text = _json(kept) if as_json else _csv(kept) if many or out is not None else _listing(kept)
     if out is not None:
         write_output(out, "".join(text))
-        print_note(f"wrote the neighbors of {len(paths) - rows.failed} of {len(paths)} images to {out}.")
+        print_note(f"wrote the neighbors of {len(paths) - rows.unreadable.count} of {len(paths)} images to {out}.")
     else:
-        for piece in text:
-            typer.echo(escape_control(piece) if sys.stdout.isatty() else piece, nl=False, color=True)
+        print_text(text)
     if figure is not None:
         _draw(figure, [row for row in kept if not row.error], opened, data, root)
-    if rows.failed:
-        if len(paths) > 1:
-            print_error(f"{rows.failed} of {len(paths)} images could not be read.")
-        raise typer.Exit(1)
+    rows.unreadable.exit_if_any(len(paths))
 
 
 def _open_index(path: Path, recall: float, exact: bool, build: bool, lists: int | None) -> FeatureIndex:
@@ -146,14 +151,14 @@ def _encoder(index: FeatureIndex, model: str | None, options: dict[str, Any]) ->
 
 
 class _Rows:
-    """Iterates over the rows in input order as they are found; counts and reports unreadable images."""
+    """Iterates over the rows in input order as they are found; reports unreadable images."""
 
     def __init__(
         self, index: FeatureIndex, encoder: QueryEncoder, paths: list[Path], batch_size: int, top: int, no_self: bool
     ) -> None:
         self.index, self.encoder, self.paths = index, encoder, paths
         self.batch_size, self.top, self.no_self = batch_size, top, no_self
-        self.failed = 0
+        self.unreadable = UnreadableImages()
 
     def __iter__(self) -> Iterator[Row]:
         from vitrail.retrieval.search import search_stream
@@ -169,16 +174,12 @@ class _Rows:
         with progress_bar(len(self.paths) > self.batch_size) as bar:
             task = bar.add_task("searching", total=len(self.paths))
             for path, answer in zip(self.paths, answers, strict=True):
-                yield self._failure(path, str(answer)) if isinstance(answer, VitrailError) else Row(path, answer)
+                if isinstance(answer, VitrailError):
+                    self.unreadable.report(str(answer))
+                    yield Row(path, error=str(answer))
+                else:
+                    yield Row(path, answer)
                 bar.advance(task)
-
-    def _failure(self, path: Path, reason: str) -> Row:
-        self.failed += 1
-        if self.failed <= MAX_LISTED_ERRORS:
-            print_error(reason)
-        elif self.failed == MAX_LISTED_ERRORS + 1:
-            print_error("further unreadable images are counted but not listed.")
-        return Row(path, error=reason)
 
 
 def _label(match: Match) -> str:
@@ -207,13 +208,21 @@ def _csv(rows: Iterable[Row]) -> Iterator[str]:
 
 def _json(rows: Iterable[Row]) -> Iterator[str]:
     """A JSON list with one object per image."""
-    before = "[\n"
-    for row in rows:
-        entry: dict[str, Any] = {"path": str(row.path)}
-        entry |= {"error": row.error} if row.error else {"matches": [asdict(match) for match in row.matches]}
-        yield before + json.dumps(entry)
-        before = ",\n"
-    yield "\n]\n"
+    return json_list(_entry(row) for row in rows)
+
+
+def _entry(row: Row) -> dict[str, Any]:
+    found = {"error": row.error} if row.error else {"matches": [asdict(match) for match in row.matches]}
+    return {"path": str(row.path)} | found
+
+
+def _check_extension(path: Path) -> None:
+    """Raise ConfigError if a figure cannot have this name, before any work is done."""
+    from vitrail.explain.canvas import FORMATS
+
+    *drawn, _ = FORMATS  # the last one, npz, is data
+    if path.suffix.lower().removeprefix(".") not in drawn:
+        raise ConfigError(f"--figure {path}: expected one of the file extensions {', '.join(drawn)}.")
 
 
 def _draw(path: Path, rows: list[Row], index: FeatureIndex, data: str | None, root: str | None) -> None:

@@ -92,7 +92,7 @@ def train_on_ray(function: str, arguments: dict[str, Any], run: RunOptions, fold
         out=str(folder.path.absolute()),
         resume=run.resume,
         workers=run.workers,
-        max_restarts=run.max_restarts,
+        max_restarts=RayRun.max_restarts if run.max_restarts is None else run.max_restarts,
         gpu=run.device in (None, "auto", "cuda"),
     )
     return run_on_ray(run.on, spec)

@@ -8,8 +8,8 @@ vectors of width 192, inverted lists were built in 12 CPU seconds (USearch 30), 
 queries per CPU second at recall@10 0.994 (1,500 at 0.989); at 0.951 both answer 6,600. The exact search answers 340.
 
 Memory of building, in bytes, for N vectors of D features and L = 4 sqrt(N) lists: 4 D (40 L + 500) for the sample and
-the recall queries, twice while k-means runs, and 512 MiB for a shard of vectors. On disk: N (2 D + 8). Searching
-reads what it needs of the mapped lists.
+the recall queries, twice while k-means runs, 8 N for choosing them, and 512 MiB for a shard of vectors. On disk:
+N (2 D + 8). Searching reads what it needs of the mapped lists.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vitrail.config import format_version
-from vitrail.errors import ConfigError, DataError, NotFoundError
+from vitrail.errors import CheckpointError, ConfigError, DataError, NotFoundError
 from vitrail.runtime import warn_once
 from vitrail.storage.atomic_write import explain_write_errors, new_file, write_json
 from vitrail.storage.locks import file_lock, try_lock
@@ -76,7 +76,8 @@ class Manifest:
         """Raise ConfigError if `other`, the manifest found at `where`, is about other rows; name what differs."""
         mine, stored = self._contents(), other._contents()
         if (task := stored["task"]) != mine["task"]:
-            raise ConfigError(f"{where} was made by vitrail {task}, not {mine['task']}; choose another --out.")
+            advice = advice or "choose another --out"
+            raise ConfigError(f"{where} was made by vitrail {task}, not {mine['task']}; {advice}.")
         check_same_settings(mine.pop("settings"), stored.pop("settings"), where, advice)
         check_same_settings(mine, stored, where, advice)
 
@@ -156,8 +157,12 @@ class PartFolder:
         """Write a part. Several processes may write the same part, since all write the same rows."""
         about = {"part": number, "manifest": self.manifest.digest, "num_images": num_images}
         schema = table.schema.with_metadata({METADATA_KEY: json.dumps(about | {"unreadable": dict(unreadable)})})
-        with new_file(self.part_path(number), overwrite=True) as temporary:
-            pq.write_table(table.cast(schema), temporary, **PARQUET_OPTIONS)
+        try:
+            with new_file(self.part_path(number), overwrite=True) as temporary:
+                pq.write_table(table.cast(schema), temporary, **PARQUET_OPTIONS)
+        except CheckpointError:
+            if not self.part_path(number).exists():  # else another process has written it, and may have called `finish`
+                raise
 
     def read_part_metadata(self, number: int) -> dict[str, Any]:
         """A part's metadata and its number of rows, checked against the manifest."""

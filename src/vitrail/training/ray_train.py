@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,12 +72,15 @@ def run_on_ray(address: str, spec: RayRun, **local: Any) -> Run:
     """
     folder = RunFolder(Path(spec.out))
     scratch = folder.path / "ray" / uuid4().hex[:8]
-    with ray_cluster(address, **local) as ray, _stop_on_signals(scratch / STOP):
+    with ExitStack() as stack:
+        stack.callback(_delete_scratch, scratch)  # at the end, when no worker writes to it
+        ray = stack.enter_context(ray_cluster(address, **local))
         resources = worker_resources(ray.nodes(), spec.workers, gpu=spec.gpu)
         try:
             scratch.mkdir(parents=True)
         except OSError as error:
             raise TrainError(f"cannot create the run folder {folder.path}: {error.strerror or error}.") from None
+        stack.enter_context(_stop_on_signals(scratch / STOP))
         check_shared_folder(ray, scratch)
         found = {"scratch": str(scratch), "working_folder": os.getcwd(), "threads": resources["CPU"]}
         spec = RayRun(**asdict(spec) | found)
@@ -91,9 +94,14 @@ def run_on_ray(address: str, spec: RayRun, **local: Any) -> Run:
         except Exception as error:
             if not (scratch / ERROR).exists():
                 raise TrainError(_describe_failure(error, folder, spec)) from error
-    done = _outcome(folder, scratch)
-    shutil.rmtree(scratch.parent, ignore_errors=True)
-    return done
+        return _outcome(folder, scratch)
+
+
+def _delete_scratch(scratch: Path) -> None:
+    """Delete the folder of this command; another command for the same run may have one beside it."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    with suppress(OSError):
+        scratch.parent.rmdir()
 
 
 def worker_resources(nodes: list[dict[str, Any]], workers: int | None, *, gpu: bool) -> dict[str, Any]:
@@ -242,7 +250,6 @@ def _outcome(folder: RunFolder, scratch: Path) -> Run:
     """The run as its main process has left it; raises the error with which it has ended."""
     if (scratch / ERROR).exists():
         found = json.loads((scratch / ERROR).read_text(encoding="utf-8"))
-        shutil.rmtree(scratch.parent, ignore_errors=True)
         raise getattr(errors, found["type"], TrainError)(found["message"])
     outcome = json.loads((scratch / OUTCOME).read_text(encoding="utf-8"))
     config, result = folder.read_config(), folder.read_result()
