@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +85,7 @@ def repeated_images(data: str, count: int) -> Iterator[bytes]:
 def write_tars(images: Iterator[bytes], folder: Path) -> None:
     folder.mkdir()
     for tar_number in range(10**6):
-        chunk = [image for image, _ in zip(images, range(IMAGES_PER_TAR), strict=False)]
+        chunk = list(islice(images, IMAGES_PER_TAR))
         if not chunk:
             return
         with tarfile.open(folder / f"train-{tar_number:05d}.tar", "w") as tar:
