@@ -18,6 +18,10 @@ Options after -- are passed to `vitrail serve`.
 With --models N the server has N models with two versions each (`vitrail serve --models`). Clients choose a model at
 random; every --switch-every seconds a version of one of them is taken away or returned, and each response is compared
 with the version that it names.
+
+With --rotate-every S the server has tokens (`--tokens`), of which clients use the newest: every S seconds one is added
+and, when clients use it, the old one removed. No valid request may be answered 401. --rate-limit goes to the server
+after --; clients that are limited try again.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import itertools
 import json
 import multiprocessing
 import random
+import secrets
 import socket
 import struct
 import sys
@@ -86,6 +91,8 @@ STALLED_BODIES = 40
 """Incomplete bodies of 15 million bytes that a stalling client sends; together they exceed the server's limit."""
 SILENT_CONNECTIONS = 10
 """Connections that a silent client opens and leaves open."""
+TOKENS_READ_S = 3.0
+"""Seconds after which the server has read a new tokens file."""
 
 
 @dataclass
@@ -98,10 +105,41 @@ class Sample:
     """Top class and its score, by model and version; for a single model, of ("", "")."""
 
 
+class Tokens:
+    """The tokens file of the server, and the token that clients send."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.rotations = path, 0
+        self.current = secrets.token_hex(16)
+        self._write(self.current)
+
+    def _write(self, *tokens: str) -> None:
+        new = self.path.with_suffix(".new")
+        new.write_text("".join(f"soak: {token}\n" for token in tokens))
+        new.replace(self.path)
+
+    async def rotate(self, every: float) -> None:
+        while True:
+            await asyncio.sleep(every)
+            old, new = self.current, secrets.token_hex(16)
+            self._write(old, new)
+            await asyncio.sleep(TOKENS_READ_S)
+            self.current = new
+            await asyncio.sleep(TOKENS_READ_S)  # requests that were begun with the old one
+            self._write(new)
+            self.rotations += 1
+
+    def sign(self, data: bytes) -> bytes:
+        """A request with the token in a header."""
+        host = b"Host: localhost\r\n"
+        return data.replace(host, host + f"Authorization: Bearer {self.current}\r\n".encode(), 1)
+
+
 @dataclass
 class Results:
     """Results of the soak test."""
 
+    tokens: Tokens | None = None
     good: int = 0
     wrong: list[str] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)
@@ -259,6 +297,7 @@ class Client:
         self.writer: asyncio.StreamWriter | None = None
 
     async def ask(self, data: bytes) -> tuple[int, bytes]:
+        data = self.sign(data)
         for attempt in (0, 1):
             try:
                 await self.open()
@@ -270,6 +309,9 @@ class Client:
                 if attempt:
                     raise
         raise AssertionError
+
+    def sign(self, data: bytes) -> bytes:
+        return data if self.results.tokens is None else self.results.tokens.sign(data)
 
     async def open(self) -> None:
         if self.writer is None:
@@ -321,6 +363,7 @@ class Client:
 
     async def misbehave(self, name: str, data: bytes) -> None:
         """Send a valid request with hostile behavior, on a new connection."""
+        data = self.sign(data)
         other = Client(self.port, self.results)
         await other.open()
         assert other.writer is not None
@@ -331,13 +374,13 @@ class Client:
         elif name == "headers":
             await other.flood()
         elif name == "stalled":
-            await self.stall(request(bytes(15_000_000), "image/jpeg")[:-1])
+            await self.stall(self.sign(request(bytes(15_000_000), "image/jpeg"))[:-1])
         elif name == "half-closed":
             other.writer.write(data)
             other.writer.write_eof()
             await other.reader.read()  # type: ignore[union-attr]
         elif name == "large and gone":
-            other.writer.write(request(bytes(15_000_000), "image/png"))
+            other.writer.write(self.sign(request(bytes(15_000_000), "image/png")))
             await other.writer.drain()
         elif name == "slow":
             for piece in (data[:100], data[100 : len(data) // 2], data[len(data) // 2 :]):
@@ -400,10 +443,13 @@ def resident_mib(pid: int) -> int:
 
 
 async def soak(
-    port: int, pid: int, samples: list[Sample], given: argparse.Namespace, folder: Path, names: list[str]
-) -> Results:
-    results, turn = Results(), iter(range(given.requests))
-    switching = asyncio.ensure_future(switch_versions(folder, names, given.switch_every, results))
+    port: int, pid: int, samples: list[Sample], given: argparse.Namespace, folder: Path, names: list[str],
+    tokens: Tokens | None,
+) -> Results:  # fmt: skip
+    results, turn = Results(tokens=tokens), iter(range(given.requests))
+    background = [asyncio.ensure_future(switch_versions(folder, names, given.switch_every, results))]
+    if tokens is not None:
+        background.append(asyncio.ensure_future(tokens.rotate(given.rotate_every)))
 
     async def client(number: int) -> None:
         rng, mine = random.Random(given.seed * 1000 + number), Client(port, results)
@@ -418,7 +464,8 @@ async def soak(
         mine.close()
 
     await asyncio.gather(*(client(number) for number in range(given.clients)))
-    switching.cancel()
+    for task in background:
+        task.cancel()
     for writer in results.silent:
         writer.close()
     results.add(given.requests, resident_mib(pid))
@@ -435,6 +482,7 @@ def main() -> None:
     parser.add_argument("--engine", default="torch")
     parser.add_argument("--models", type=int, default=0, help="number of models with two versions each; 0: one model")
     parser.add_argument("--switch-every", type=float, default=20, help="seconds between two switches of versions")
+    parser.add_argument("--rotate-every", type=float, default=0, help="seconds between two rotations of tokens")
     parser.add_argument("--seconds", type=float, default=10, help="duration of each attack; 0 skips the attacks")
     given, options = parser.parse_known_args()
     options = [word for word in options if word != "--"]
@@ -443,6 +491,10 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder, model = Path(stack.enter_context(tempfile.TemporaryDirectory())), given.model or "vitrail/cifar10"
         names = make_models(model, given.models, folder, samples)
+        tokens = None
+        if given.rotate_every:
+            tokens = Tokens(Path(stack.enter_context(tempfile.TemporaryDirectory()), "tokens"))
+            options += ["--tokens", str(tokens.path)]
         port, pid, ended = stack.enter_context(
             serve_models(folder, ["--engine", given.engine, *options])
             if names
@@ -455,7 +507,7 @@ def main() -> None:
         watcher = context.Process(target=poll_health, args=(port, longest, polls), daemon=True)
         watcher.start()
         start = time.perf_counter()
-        results = asyncio.run(soak(port, pid, samples, given, folder, names))
+        results = asyncio.run(soak(port, pid, samples, given, folder, names, tokens))
         took = time.perf_counter() - start
         watcher.terminate()
     if ended != [0]:
@@ -465,6 +517,8 @@ def main() -> None:
     print("hostile", dict(sorted(results.hostile.items())))
     if names:
         print(f"{results.switches} switches; answers by version", dict(sorted(results.versions.items())))
+    if tokens is not None:
+        print(f"{tokens.rotations} rotations of tokens")
     print(f"/healthz, polled {polls.value} times, took at most {1000 * longest.value:.0f} ms")
     print("memory, MiB", " ".join(f"{count}:{mib}" for count, mib in results.memory), "peak", results.peak)
     early = min(mib for count, mib in results.memory if 0.2 <= count / given.requests < 0.4)
