@@ -11,7 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SETTINGS: dict[str, Any] = {"model": "small", "weights": "00000000", "features": "head input", "preprocess": {}}
+SETTINGS: dict[str, Any] = {
+    "task": "embed", "model": "small", "weights": "00000000", "features": "head input", "preprocess": {}
+}  # fmt: skip
 
 
 def clustered(rows: int, width: int = 16, centers: int = 20, seed: int = 0) -> np.ndarray:
@@ -48,6 +50,11 @@ def write_parts(folder: Path, values: np.ndarray, parts: int, settings: Mapping[
     for number, some in enumerate(np.array_split(values, parts)):
         pq.write_table(table(some, start), folder / f"part-{number:05d}.parquet")
         start += len(some)
-    manifest = {"format_version": 2, "task": "embed", "num_parts": parts, "settings": dict(settings)}
+    return write_manifest(folder, "embed", parts, settings)
+
+
+def write_manifest(folder: Path, task: str, parts: int, settings: Mapping[str, Any] = SETTINGS) -> Path:
+    counts = {"num_images": 10, "images_per_part": 5, "num_parts": parts}
+    manifest = {"format_version": 2, "task": task, **counts, "settings": dict(settings)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from retrieval.stored_features import SETTINGS, clustered, table, write_file, write_parts
+from retrieval.stored_features import SETTINGS, clustered, table, write_file, write_manifest, write_parts
 
 from vitrail.errors import DataError, NotFoundError
 from vitrail.retrieval.feature_store import FeatureStore
@@ -53,7 +53,7 @@ def test_empty_parts_are_skipped(tmp_path):
 def test_missing_part_is_named(tmp_path, values):
     folder = write_parts(tmp_path / "parts", values, 4)
     (folder / "part-00002.parquet").unlink()
-    with pytest.raises(DataError, match=r"not complete: part-00002.parquet is missing \(1 of 4 parts\)"):
+    with pytest.raises(DataError, match="is not complete: part 2 of 4 is missing; run the command"):
         FeatureStore.open(folder)
 
 
@@ -71,13 +71,12 @@ def test_other_files_and_folders_are_named(tmp_path, values):
     with pytest.raises(DataError, match="not a feature file"):
         FeatureStore.open(tmp_path / "text.parquet")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NotFoundError, match=r"has no manifest\.json"):
+    with pytest.raises(DataError, match=r"has no readable manifest\.json"):
         FeatureStore.open(tmp_path / "empty")
     (tmp_path / "empty" / "manifest.json").write_text("[]")
-    with pytest.raises(DataError, match="not readable"):
+    with pytest.raises(DataError, match=r"has no readable manifest\.json"):
         FeatureStore.open(tmp_path / "empty")
-    predictions = {"task": "predict", "num_parts": 0, "settings": {}}
-    (tmp_path / "empty" / "manifest.json").write_text(json.dumps(predictions))
+    write_manifest(tmp_path / "empty", "predict", 0, {"task": "predict"})
     with pytest.raises(DataError, match="made by vitrail predict"):
         FeatureStore.open(tmp_path / "empty")
     metadata = {"vitrail": json.dumps({"format_version": 2, **SETTINGS})}

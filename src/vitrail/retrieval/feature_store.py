@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,12 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from vitrail.config import format_version
 from vitrail.errors import DataError, NotFoundError
 from vitrail.evaluation.feature_file import read_metadata
+from vitrail.storage.part_folder import PartFolder
 
 # N rows in all, B rows of a block, D features
 
-MANIFEST = "manifest.json"
 BLOCK_VALUES = 2**21
 """Feature values read at a time: 8 MiB in float32."""
 
@@ -61,20 +59,9 @@ class FeatureStore:
     def open(cls, path: str | Path) -> FeatureStore:
         """Open a Parquet file of `vitrail embed`, or a folder with a manifest and its parts."""
         path = Path(path).expanduser()
-        if not path.is_dir():
-            store = cls(path, (path,), read_metadata(path))
-            _ = store.width  # checks the columns
-            return store
-        number, metadata = _read_manifest(path)
-        parts = [path / f"part-{n:05d}.parquet" for n in range(number)]
-        missing = [part.name for part in parts if not part.exists()]
-        if missing:
-            raise DataError(
-                f"{path} is not complete: {missing[0]} is missing ({len(missing):,} of {number:,} parts); run the "
-                "command that made it again to continue."
-            )
-        store = cls(path, parts, metadata)
-        _ = store.width
+        metadata = read_metadata(path)
+        store = cls(path, PartFolder.open(path).part_paths() if path.is_dir() else [path], metadata)
+        _ = store.width  # checks the columns
         return store
 
     def with_counts(self, counts: Sequence[int]) -> FeatureStore:
@@ -187,18 +174,3 @@ def _width(path: Path) -> int:
         expected = f"the column {missing[0]}" if missing else "embeddings of one length"
         raise DataError(f"{path} is not a feature file: it lacks {expected}; create one with vitrail embed.")
     return int(kind.list_size)
-
-
-def _read_manifest(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Number of parts, and the settings that the features were made with."""
-    try:
-        values = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        task, number, settings = values["task"], int(values["num_parts"]), dict(values["settings"])
-    except FileNotFoundError:
-        raise NotFoundError(f"{folder} has no {MANIFEST}; expected the --out of vitrail embed.") from None
-    except (OSError, ValueError, TypeError, KeyError):
-        raise DataError(f"{folder / MANIFEST} is not readable; create the folder with vitrail embed.") from None
-    if task != "embed":
-        raise DataError(f"{folder} was made by vitrail {task} and has no features; use vitrail embed.")
-    key = format_version.KEYS["features"]
-    return number, format_version.upgrade("features", {key: values.get(key, format_version.VERSION), **settings})
