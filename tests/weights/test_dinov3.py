@@ -101,6 +101,18 @@ def test_periods_as_in_released_files_are_kept_and_named_where_a_library_has_oth
         assert read(tmp_path / to)[1].config.rope_periods == "float32"
 
 
+@pytest.mark.parametrize("prefix", ["", "backbone.", "teacher.backbone."])
+def test_files_of_training_and_of_eupe_are_read_without_their_heads_and_projections(
+    prefix: str, tmp_path: Path
+) -> None:
+    state = state_dict_of("mlp") | {"projectors.siglip.0.weight": torch.zeros(3, 64)}  # EUPE's, one for each teacher
+    state = {f"{prefix}{name}": tensor for name, tensor in state.items()}
+    heads = {"teacher.dino_head.mlp.0.weight": torch.zeros(3), "student.backbone.norm.weight": torch.zeros(64)}
+    torch.save(state | (heads if prefix.startswith("teacher") else {}), tmp_path / "file.pth")
+    net, _ = read(tmp_path / "file.pth")
+    assert relative(net(images(64, 64)), golden_values()["mlp.64x64.class"]) <= 1e-5
+
+
 @pytest.mark.parametrize("base", [100.0, 1000.0, 10000.0])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_periods_computed_in_bfloat16_are_recognized(base: float, head_dim: int) -> None:

@@ -383,6 +383,17 @@ def test_vitrails_own_files_round_trip(version: int, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(back.state_dict().values(), net.state_dict().values(), strict=True))
 
 
+def test_other_windows_are_refused_where_tables_are_stored_for_the_windows(tmp_path: Path) -> None:
+    for version in (1, 2):
+        net, info = small_model(version=version)
+        conversion.convert(net, info, tmp_path / str(version), to="vitrail")
+    message = r"got windows of 3x3 tokens, but the file's tables of position biases are for 4x4; .* net\.with_window"
+    with pytest.raises(FormatError, match=message):
+        read(tmp_path / "1", overrides={"window_size": 3})
+    assert read(tmp_path / "1", overrides={"window_size": (4, 4)})[1].config.window_size == (4, 4)
+    assert read(tmp_path / "2", overrides={"window_size": 3})[1].config.window_size == (3, 3)
+
+
 def test_preprocessing_of_a_transformers_folder_is_read(tmp_path: Path) -> None:
     net, info = small_model(window_size=2, window_rule="microsoft")
     conversion.convert(net, info, tmp_path / "hf", to="huggingface")

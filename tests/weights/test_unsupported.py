@@ -58,6 +58,16 @@ FILES = {
         "",
     ),
     "CoAtNet, timm's": ("CoAtNet", "stem.conv1.weight stages.2.blocks.0.attn.rel_pos.mlp.fc1.weight", ""),
+    "DINOv3's ConvNeXt": (
+        "ConvNeXt",
+        "downsample_layers.0.0.weight downsample_layers.1.0.weight stages.0.0.dwconv.weight norm.weight",
+        "",
+    ),
+    "DINOv3's ConvNeXt, transformers'": (
+        "ConvNeXt",
+        "stages.0.downsample_layers.0.weight stages.0.layers.0.depthwise_conv.weight layer_norm.weight",
+        "",
+    ),
     "CaiT, its authors'": ("CaiT", f"{TRUNK} pos_embed norm.weight", f"{BLOCK} gamma_1 attn.proj_l.weight"),
     "MViT V2, torchvision's": (
         "MViT",
@@ -95,6 +105,7 @@ def test_file_of_an_unsupported_family_is_refused_by_name(kind: str, section: st
         ("aimv2_large_patch14_224", "AIMv2"),
         ("vit_pe_core_base_patch16_224", "Perception Encoder"),
         ("tiny_vit_5m_224", "TinyViT"),
+        ("convnext_tiny", "ConvNeXt"),
         ("maxxvitv2_rmlp_base_rw_224", "MaxViT"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitrail.config import NetConfig, SwinConfig
 from vitrail.errors import CheckpointError, FormatError, ModelError, NotFoundError, did_you_mean, first_line
 from vitrail.models import Net, build
 from vitrail.models.families import FAMILIES
@@ -255,7 +256,9 @@ def _canonical_family(family: str | None) -> str | None:
 def _apply_overrides(info: ModelInfo, family: str | None, changes: Mapping[str, Any]) -> ModelInfo:
     """Apply the caller's family and config overrides, which take precedence over assumptions."""
     if changes:
-        info = info.replace(config=info.config.replace(**changes))
+        config = info.config.replace(**changes)
+        _check_windows(info, config)
+        info = info.replace(config=config)
     if family is None:
         return info
     info = info.replace(notes=tuple(n for n in info.notes if "preprocessing" not in n))
@@ -264,6 +267,21 @@ def _apply_overrides(info: ModelInfo, family: str | None, changes: Mapping[str, 
     fixed = {k: v for k, v in family_conventions(family, info.config).items() if k not in changes}
     config = info.config.replace(**fixed)
     return info.replace(config=config, family=family, preprocess=default_preprocess(family, config))
+
+
+def _check_windows(info: ModelInfo, changed: NetConfig) -> None:
+    """Raise FormatError for other windows of a Swin Transformer whose tables of position biases are as stored."""
+    stored = info.config
+    if not isinstance(stored, SwinConfig) or not isinstance(changed, SwinConfig) or stored.version == 2:
+        return
+    if (windows := changed.window_sizes) != stored.window_sizes and any(
+        changed.table_window(stage) != stored.table_window(stage) for stage in range(len(stored.depths))
+    ):
+        raise FormatError(
+            f"{info.origin}: got windows of {windows[0][0]}x{windows[0][1]} tokens, but the file's tables of position "
+            f"biases are for {stored.window_sizes[0][0]}x{stored.window_sizes[0][1]}; load it without and use "
+            "net.with_window, which resamples them."
+        )
 
 
 @torch.no_grad()
