@@ -3,6 +3,7 @@
     python benchmarks/window_attention.py --part kernels                  # the stages of Swin-T, one table for each
     python benchmarks/window_attention.py --part kernels --version 2      # windows of 8 x 8
     python benchmarks/window_attention.py --part networks --models Swin-T
+    python benchmarks/window_attention.py --stages 1,3 --only sdpa,triton --json rows.jsonl
     python benchmarks/window_attention.py --device cpu --batch-size 1 --rounds 1   # a check without a GPU
 
 Each candidate gets the packed queries, keys and values of all windows, B nW N 3 H K, and returns B nW N D, so that
@@ -16,10 +17,12 @@ they are, compiled and in bfloat16.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -188,7 +191,15 @@ def prepare(candidate: Candidate, qkv: Tensor, bias: Tensor, grad: Tensor, expec
     return Prepared(candidate.name, forward, both, error, grad_error, [], [])
 
 
-def compare(title: str, qkv: Tensor, bias: Tensor, rounds: int, only: str) -> None:
+def write_row(file: str | None, title: str, name: str, ms: float | None = None, **row: Any) -> None:
+    """Append a result to a file, as fast_rows.py does."""
+    if file is not None:
+        entry = {"title": title, "name": name, "row": {"name": name, "ms": ms, **row}}
+        with Path(file).open("a") as lines:
+            lines.write(json.dumps(entry) + "\n")
+
+
+def compare(title: str, qkv: Tensor, bias: Tensor, options: argparse.Namespace) -> None:
     """Print one table."""
     device = qkv.device.type
     qkv, bias = qkv.requires_grad_(), bias.requires_grad_()
@@ -200,13 +211,15 @@ def compare(title: str, qkv: Tensor, bias: Tensor, rounds: int, only: str) -> No
     print(f"\n{title}\n{'':32s} {headings}")
     ready = []
     for candidate in CANDIDATES:
-        if only not in candidate.name:
+        if not any(word in candidate.name for word in options.only.split(",")):
             continue
         try:
             ready.append(prepare(candidate, qkv, bias, grad, expected))
         except Exception as reason:
-            print(f"{candidate.name:32s} does not run: {str(reason).strip().partition(chr(10))[0][:90]}")
-    for _ in range(rounds):
+            note = str(reason).strip().partition("\n")[0]
+            print(f"{candidate.name:32s} does not run: {note[:90]}", flush=True)
+            write_row(options.json, title, candidate.name, note=f"{type(reason).__name__}: {note}"[:240])
+    for _ in range(options.rounds):
         for row in ready:
             row.forward_times.append(seconds(row.forward, device))
             row.both_times.append(seconds(row.both, device))
@@ -220,6 +233,8 @@ def compare(title: str, qkv: Tensor, bias: Tensor, rounds: int, only: str) -> No
             f"{row.error:8.1e} {row.grad_error:9.1e}",
             flush=True,
         )
+        write_row(options.json, title, row.name, 1000 * a, error=row.error)
+        write_row(options.json, f"{title}, with backward", row.name, 1000 * b, error=row.grad_error)
 
 
 def stages(config: SwinConfig) -> Iterator[tuple[int, bool]]:
@@ -235,7 +250,10 @@ def measure_kernels(options: argparse.Namespace) -> None:
     config = config_from_name("Swin-T" if options.version == 1 else "SwinV2-T")
     assert isinstance(config, SwinConfig)
     grids = config.stage_grids(config.grid)
+    wanted = {int(number) - 1 for number in options.stages.split(",") if number}
     for stage, shifted in stages(config):
+        if wanted and stage not in wanted:
+            continue
         plan = windows.window_plan(
             grids[stage], config.window_placement(stage), shifted, torch.empty(0, device=options.device)
         )
@@ -248,7 +266,7 @@ def measure_kernels(options: argparse.Namespace) -> None:
             f"stage {stage + 1}{', shifted' * shifted}: {shape[0]} images, {shape[1]} windows of {tokens} tokens, "
             f"{heads} heads of {shape[-1]}, {str(dtype).removeprefix('torch.')}"
         )
-        compare(title, qkv, bias, options.rounds, options.only)
+        compare(title, qkv, bias, options)
 
 
 class KernelAttention(WindowAttention):
@@ -313,12 +331,19 @@ def measure_networks(options: argparse.Namespace) -> None:
                         step()
                     steps[way] = step
                 except Exception as reason:
-                    print(f"{name}, {way}, does not run: {str(reason).strip().partition(chr(10))[0][:90]}")
+                    note = str(reason).strip().partition("\n")[0]
+                    print(f"{name}, {way}, does not run: {note[:90]}", flush=True)
+                    write_row(
+                        options.json, f"{name}, training={train}", way, note=f"{type(reason).__name__}: {note}"[:240]
+                    )
             times = {way: [] for way in steps}
             for _ in range(options.rounds):
                 for way, step in steps.items():
                     times[way].append(seconds(step, options.device, 0.5))
-            show_networks(f"{name} {'training' if train else 'inference'}", options.batch_size, times)
+            title = f"{name} {'training' if train else 'inference'}"
+            show_networks(title, options.batch_size, times)
+            for way, found in times.items():
+                write_row(options.json, f"{title}, batch {options.batch_size}", way, 1000 * median(found))
 
 
 def show_networks(title: str, batch_size: int, times: dict[str, list[float]]) -> None:
@@ -335,7 +360,9 @@ def main() -> None:
     parser.add_argument("--models", default="Swin-T")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="candidates whose names contain this")
+    parser.add_argument("--only", default="", help="candidates whose names contain one of these words")
+    parser.add_argument("--stages", default="", help="of the network, such as 1,3; all by default")
+    parser.add_argument("--json", help="file to which results are appended")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if options.device != 'cpu' else 'CPU'}")

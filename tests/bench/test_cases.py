@@ -23,6 +23,28 @@ def test_a_gpu_run_compares_all_libraries_compiled_in_bfloat16_the_base_model_fi
         assert (product.library, product.precision) == (PRODUCT, "bfloat16")
 
 
+def test_8_bit_products_and_plain_kernels_are_rows_of_their_own_where_they_differ():
+    request = Request(models=("B/16",), modes=("train", "inference", "latency"), against=("timm",))
+    groups = plan(request, "cuda", bfloat16=True, float8=True, kernels="mlp=triton")
+    found = [[(case.library, case.precision, case.kernels) for case in group.cases] for group in groups]
+    own, plain, small = (
+        (OWN, "bfloat16", "auto"),
+        (OWN, "bfloat16", "plain"),
+        (OWN, "float8", "auto"),
+    )
+    timm, product, small_product = (
+        ("timm", "bfloat16", "auto"),
+        (PRODUCT, "bfloat16", "auto"),
+        (PRODUCT, "float8", "auto"),
+    )
+    assert found == [
+        [own, plain, timm, product],
+        [own, small, plain, timm, product, small_product],
+        [own, small, timm, product, small_product],
+    ]
+    assert groups[0].cases[1].setting == "compiled, fused AdamW, plain kernels"
+
+
 def test_swin_and_large_images_have_smaller_batches():
     names = ("Swin-T", "Swin-B", "Swin-B@384", "DINOv3-L/16", "DINOv3-L/16@768")
     groups = plan(Request(models=names), "cuda", bfloat16=True)

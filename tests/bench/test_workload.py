@@ -84,6 +84,12 @@ def test_bfloat16_stays_within_the_allowed_error_and_is_not_exact():
     assert 1e-4 < load.error < MAX_ERROR["bfloat16"]
 
 
+def test_8_bit_products_stay_within_the_allowed_error_and_are_not_bfloat16():
+    errors = [make_workload(replace(TINY, precision=name)).error for name in ("bfloat16", "float8")]
+    assert None not in errors
+    assert 3 * errors[0] < errors[1] < MAX_ERROR["float8"]
+
+
 def test_a_training_step_changes_the_weights_and_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch):
     networks = []
     from vitrail.bench import workload

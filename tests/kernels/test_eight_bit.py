@@ -36,6 +36,12 @@ def test_a_layer_computes_the_product_of_the_rounded_values(bias: bool) -> None:
     assert relative(small(x), layer(x)) <= 0.06
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_results_have_the_dtype_of_the_input(dtype: torch.dtype) -> None:
+    layer, x = nn.Linear(48, 32).to(dtype), torch.randn(3, 48, dtype=dtype)
+    assert EightBitLinear(layer)(x).dtype == dtype
+
+
 def test_a_cast_of_the_network_leaves_weights_and_scales() -> None:
     small = EightBitLinear(nn.Linear(16, 8)).bfloat16()
     assert (small.weight.dtype, small.weight_scale.dtype, small.bias.dtype) == (E4M3, torch.float32, torch.bfloat16)

@@ -12,15 +12,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vitrail.bench.cases import OWN, PRODUCT, Case, Group, Request, plan
 from vitrail.bench.libraries import check_model
 from vitrail.bench.measurement import Benchmark, Row
 from vitrail.bench.result_tables import markdown
-from vitrail.bench.speed_chart import speed_chart
 from vitrail.bench.turns import OUT_OF_TIME, ROUNDS, TimeLimit, measure_group
 from vitrail.bench.workload import labeled_images, own_network
 from vitrail.errors import ConfigError
-from vitrail.explain.canvas import save
+from vitrail.kernels import choice
 from vitrail.runtime import pick_device, resolve_precision
 from vitrail.runtime.amx import disable_broken_amx
 from vitrail.runtime.cores import usable_cores
@@ -52,7 +53,8 @@ def benchmark(
     are not measured again. Groups that do not fit in the time limit are left for the next call.
     """
     device = benchmark_device(request.device)
-    groups = plan(request, device, computes_bfloat16(device))
+    kernels = choice.describe(torch.device(device))
+    groups = plan(request, device, computes_bfloat16(device), computes_float8(device), kernels)
     for model in dict.fromkeys(group.model for group in groups):
         check_model(model)
         if request.data is not None:  # before the first measurement
@@ -154,10 +156,13 @@ def computes_bfloat16(device: str) -> bool:
     return resolve_precision("auto", pick_device(device)) == "bfloat16"
 
 
-def describe_environment(device: str) -> dict[str, Any]:
-    """Device, cores and versions, which results depend on."""
-    import torch
+def computes_float8(device: str) -> bool:
+    """Whether a device has matrix products of 8-bit floats: NVIDIA's from compute capability 8.9."""
+    return device != "cpu" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
+
+def describe_environment(device: str) -> dict[str, Any]:
+    """Device, cores, versions and kernels, which results depend on."""
     cpu = detect_cpu()
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
     return {
@@ -165,6 +170,7 @@ def describe_environment(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "isa_limit": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
+        "kernels": choice.describe(torch.device(device)),
     }
 
 
@@ -214,4 +220,7 @@ def _write_summary(out: Path, result: Benchmark, command: str) -> None:
     write_json(out / "bench.json", {"command": command, **result.to_dict()}, overwrite=True)
     write_text(out / "bench.md", markdown(result, command), overwrite=True)
     if any(row.measured for row in result.rows):
+        from vitrail.bench.speed_chart import speed_chart  # matplotlib takes a second
+        from vitrail.explain.canvas import save
+
         save(speed_chart(result), out / "bench.png")

@@ -37,6 +37,8 @@ def main() -> None:
     from vitrail.bench.cases import Case
 
     case = Case.from_json(sys.stdin.readline())
+    if case.kernels != "auto":
+        os.environ["VITRAIL_KERNELS"] = case.kernels
     base_bytes = _import_libraries(case)
     load, reply = _set_up(case)
     print(json.dumps(reply), file=replies, flush=True)

@@ -40,6 +40,9 @@ class Case:
     compile: str | None = None
     """Mode of torch.compile; None: eager."""
     precision: str = "float32"
+    """float32, bfloat16, int8 or float8: e4m3 products, the rest in bfloat16."""
+    kernels: str = "auto"
+    """This package's kernels, as in VITRAIL_KERNELS: auto, plain, or kernels by operation."""
     batch_size: int = 1
     device: str = "cpu"
     synchronize: bool = False
@@ -65,6 +68,7 @@ class Case:
         words += ["sdpa"] if self.library == "transformers" and "SwinV2" not in self.model else []
         words += ["experimental fused attention"] if self.library == "timm-fused" else []
         words += ["fused AdamW"] if self.work == "train" else []
+        words += ["plain kernels" if self.kernels == "plain" else self.kernels] if self.kernels != "auto" else []
         return ", ".join(words)
 
     @property
@@ -135,8 +139,11 @@ class Request:
     calibrate: str | None = None
 
 
-def plan(request: Request, device: str, bfloat16: bool) -> list[Group]:
-    """The groups of a request, the most telling first. `device` is resolved; `bfloat16`: the device computes in it."""
+def plan(request: Request, device: str, bfloat16: bool, float8: bool = False, kernels: str = "") -> list[Group]:
+    """The groups of a request, the most telling first.
+
+    `device` is resolved; `bfloat16` and `float8`: it computes in them; `kernels`: those that are not plain there.
+    """
     from vitrail.bench.libraries import LIBRARIES, libraries_for
 
     gpu = device != "cpu"
@@ -158,7 +165,7 @@ def plan(request: Request, device: str, bfloat16: bool) -> list[Group]:
         for mode in modes:
             for batch_size in request.batch_sizes or default_batches(name, mode, gpu):
                 base = Case(library=OWN, model=name, batch_size=batch_size, device=device)
-                groups.append(_group(request, base, mode, against, precisions))
+                groups.append(_group(request, base, mode, against, precisions, float8, kernels))
     return groups
 
 
@@ -182,7 +189,15 @@ def full_name(model: str) -> str:
     return f"ViT-{model}" if slash and head.isalpha() and len(head) <= 2 and tail[:1].isdigit() else model
 
 
-def _group(request: Request, base: Case, mode: str, against: Sequence[str], precisions: tuple[str, ...]) -> Group:
+def _group(
+    request: Request,
+    base: Case,
+    mode: str,
+    against: Sequence[str],
+    precisions: tuple[str, ...],
+    float8: bool,
+    kernels: str,
+) -> Group:
     if mode == "inference" and base.device == "cpu":
         cases = _cpu_cases(request, base, against, precisions)
     else:
@@ -198,6 +213,10 @@ def _group(request: Request, base: Case, mode: str, against: Sequence[str], prec
             cases.append(replace(base, work="streamed rollout", compile=None))
         else:
             cases = [replace(base, library=library) for library in (OWN, *against)]
+            if kernels and mode != "latency":  # whose few tokens have plain kernels
+                cases.insert(1, replace(base, kernels="plain"))
+            if float8 and mode != "train" and request.precision == "auto":
+                cases.insert(1, replace(base, precision="float8"))
     used = dict.fromkeys(case.precision for case in cases if case.precision != "int8")
     products = [Case(library=PRODUCT, work="product", precision=name, device=base.device) for name in used]
     return Group(

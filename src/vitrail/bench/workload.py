@@ -27,14 +27,15 @@ from vitrail.config import pair
 from vitrail.data.preprocess import Preprocess
 from vitrail.engines.engine import Engine, TorchEngine
 from vitrail.engines.export_metadata import ExportMetadata
-from vitrail.errors import DataError
+from vitrail.errors import ConfigError, DataError
 from vitrail.explain.attention import AttentionIterator, full_precision
 from vitrail.explain.rollout import rollout
 from vitrail.inference import Pixels, run_network
+from vitrail.kernels.eight_bit import E4M3, to_eight_bit
 from vitrail.kernels.onednn_linear import project
 from vitrail.models import Net
 from vitrail.models.flops import count_flops
-from vitrail.runtime import autocast
+from vitrail.runtime import autocast, private_torch
 from vitrail.runtime.amx import check_bfloat16
 from vitrail.weights.loading import load_checkpoint
 from vitrail.weights.model_info import ModelInfo
@@ -73,7 +74,7 @@ def make_workload(case: Case) -> Workload:
         return _product(case)
     if case.pixels:
         return _from_pixels(case)
-    if case.precision == "bfloat16" and case.device == "cpu":
+    if case.precision in ("bfloat16", "float8") and case.device == "cpu":
         check_bfloat16()
     ours, info, net, installed = _networks(case)
     images = _random_images(case, ours)
@@ -135,12 +136,13 @@ def _plain_reference(case: Case, net: nn.Module, ours: Net) -> nn.Module:
 
 
 def _inference(case: Case, net: nn.Module, ours: Net, images: Tensor) -> Workload:
-    dtype = torch.bfloat16 if case.precision == "bfloat16" else torch.float32
+    dtype = torch.float32 if case.precision == "float32" else torch.bfloat16
     with torch.no_grad():
         plain = _plain_reference(case, net, ours).to(case.device)
         expected = plain(images[:CHECKED_IMAGES])
         ours.to("cpu")
     net, images = net.to(case.device, dtype), images.to(dtype)
+    net = to_eight_bit(net) if case.precision == "float8" else net
     run = compiled(_function_of(case, net), case.compile)
 
     @torch.no_grad()
@@ -227,12 +229,23 @@ def _product(case: Case) -> Workload:
     side = PRODUCT_SIDE.get(device.type, 1024)
     if case.precision == "bfloat16" and device.type == "cpu":
         check_bfloat16()
+    if case.precision == "float8":
+        return _float8_product(device, side)
     dtype = torch.bfloat16 if case.precision == "bfloat16" else torch.float32
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     if device.type == "cpu":
         return Workload(torch.no_grad()(lambda: project(a, b, None)), 2 * side**3, version=torch.__version__)
     out = torch.empty_like(a)
     return Workload(lambda: torch.mm(a, b, out=out), 2 * side**3, version=torch.__version__)
+
+
+def _float8_product(device: torch.device, side: int) -> Workload:
+    """The same in e4m3, to bfloat16."""
+    product, one = private_torch.scaled_mm(), torch.ones((), device=device)
+    if product is None:
+        raise ConfigError("this torch has no products of 8-bit floats.")
+    a, b = (torch.randn(side, side, device=device).to(E4M3) for _ in range(2))
+    return Workload(lambda: product(a, b.t(), one, one, None), 2 * side**3, version=torch.__version__)
 
 
 class FromPixels(nn.Module):

@@ -59,13 +59,12 @@ class EightBitLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         values, scale = quantize_rows(x.flatten(0, -2))
-        dtype = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.bfloat16
         if x.device.type == "cuda" and self.scaled_mm is not None:
             bias = None if self.bias is None else self.bias.to(torch.bfloat16)
-            out = self.scaled_mm(values, self.weight.t(), scale, self.weight_scale, bias).to(dtype)
+            out = self.scaled_mm(values, self.weight.t(), scale, self.weight_scale, bias).to(x.dtype)
         else:
-            weight = self.weight.to(dtype) * self.weight_scale.t().to(dtype)
-            out = F.linear(values.to(dtype) * scale.to(dtype), weight, self.bias)
+            weight = self.weight.to(x.dtype) * self.weight_scale.t().to(x.dtype)
+            out = F.linear(values.to(x.dtype) * scale.to(x.dtype), weight, self.bias)
         return out.view(*x.shape[:-1], self.out_features)
 
 
