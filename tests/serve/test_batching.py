@@ -173,7 +173,9 @@ def test_an_image_that_cannot_be_answered_in_time_makes_room_for_others(vit: vit
     with run_server(served(vit)) as (client, service):
         busy = BusyServer(client, service, request_pool)
         service.default.batcher.batch_seconds = 60.0
-        late, other = busy.send(1, **{"x-deadline-ms": "1000"}), busy.send(2)
+        late = busy.send(1, **{"x-deadline-ms": "5000"})
+        busy.wait_until_queued(1)
+        other = busy.send(2)
         busy.wait_until_queued(2)
         busy.engine.go.set()
         assert [busy.first.result().status_code, other.result().status_code] == [200, 200]
