@@ -28,6 +28,14 @@ def test_parts_written_in_any_order_are_joined_in_order(tmp_path):
     assert json.loads(table.schema.metadata[b"vitrail"]) == {"about": "numbers"}
 
 
+@pytest.mark.parametrize(("num_parts", "last"), [(3, "part-00002"), (100_000, "part-99999"), (100_001, "part-100000")])
+def test_names_of_parts_are_in_the_order_of_their_numbers(tmp_path, num_parts: int, last: str):
+    folder = numbers_folder(tmp_path / "parts", parts=range(0))
+    folder = replace(folder, manifest=replace(folder.manifest, num_parts=num_parts))
+    names = [folder.part_path(number).stem for number in (0, 1, num_parts - 1)]
+    assert (names, names[-1]) == (sorted(names), last)
+
+
 def test_complete_json_is_written_when_all_parts_exist(tmp_path):
     folder = numbers_folder(tmp_path / "parts", 8, parts=range(2))
     assert folder.missing() == [2]

@@ -136,7 +136,8 @@ class PartFolder:
         return cls(path, read_manifest(path))
 
     def part_path(self, number: int) -> Path:
-        return self.path / f"part-{number:05d}.parquet"
+        digits = max(5, len(str(self.manifest.num_parts - 1)))  # so that names are in the order of numbers
+        return self.path / f"part-{number:0{digits}d}.parquet"
 
     def missing(self, numbers: Iterable[int] | None = None) -> list[int]:
         """Those of these parts (None: of all) that do not exist yet, in order."""
