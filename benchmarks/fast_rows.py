@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ class Session:
 
     def table(self, title: str, candidates: Iterable[Candidate], timed: bool = True) -> list[Row]:
         rows = []
-        for candidate in candidates:
+        for candidate in self.each(title, candidates):
             if self.only and self.only not in candidate.name:
                 continue
             row = self.results.rows.get((title, candidate.name))
@@ -137,6 +137,18 @@ class Session:
                 sys.exit(RESTART)
         show(title, rows)
         return rows
+
+    def each(self, title: str, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+        """The candidates; an error of their common setup is one that fails with it."""
+        try:
+            yield from candidates
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+
+            def fail() -> Any:
+                raise RuntimeError(message)
+
+            yield Candidate(f"setup of {title}", fail)
 
 
 def measure(candidate: Candidate, timed: bool) -> Row:

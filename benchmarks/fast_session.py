@@ -152,12 +152,12 @@ def run(command: Command, stage: str, out: Path, end: float) -> str:
             args += ["--seconds", f"{left:.0f}"]
         print(f"\n== {stage}: {command.name} ({left:.0f} s left)", flush=True)
         status = follow([sys.executable, *args], out / "log.txt", limit + 60)
-        if status in (0, None):
-            return "done" if status == 0 else "ended: silent, or too long"
-        if status == RESTART or status < 0:
-            print(f"-- started again behind a candidate that ended the process (status {status})", flush=True)
-            continue
-        return f"ended with status {status}"
+        if status == 0:
+            return "done"
+        if status is not None and status != RESTART and status > 0:
+            return f"ended with status {status}"
+        why = "was silent or late" if status is None else f"ended with status {status}"
+        print(f"-- the process {why}; it is started again behind that candidate", flush=True)
     return "ended too often"
 
 
