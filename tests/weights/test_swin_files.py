@@ -383,6 +383,16 @@ def test_vitrails_own_files_round_trip(version: int, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(back.state_dict().values(), net.state_dict().values(), strict=True))
 
 
+@pytest.mark.peer
+def test_backbones_of_transformers_with_norms_for_each_stage_are_refused_by_name(tmp_path: Path) -> None:
+    transformers = import_peer("transformers")
+    sizes = {"image_size": 32, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
+    config = transformers.SwinConfig(**sizes, out_features=["stage1", "stage2"])
+    transformers.SwinBackbone(config).save_pretrained(tmp_path / "backbone")
+    with pytest.raises(FormatError, match="a norm for the map of each stage"):
+        read(tmp_path / "backbone")
+
+
 def test_other_windows_are_refused_where_tables_are_stored_for_the_windows(tmp_path: Path) -> None:
     for version in (1, 2):
         net, info = small_model(version=version)

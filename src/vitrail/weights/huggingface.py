@@ -54,6 +54,7 @@ UNSUPPORTED_TENSORS = {
     "embeddings.time_embeddings": "time embeddings (TimeSformer)",
     "encoder.layers.0.message_fc.": "message tokens between frames (X-CLIP)",
     "pre_layernorm.": "a norm before the blocks (OWL-ViT)",
+    "hidden_states_norms.": "a norm for the map of each stage (SwinBackbone, MaskFormer)",
 }
 """Tensors of similar models that compute something else."""
 
