@@ -21,6 +21,7 @@ from vitrail.bench.benchmark import benchmark_device, measure_groups
 from vitrail.bench.cases import OWN, PRODUCT, Case, Group, default_batches, full_name
 from vitrail.bench.measurement import Row
 from vitrail.bench.result_tables import cells
+from vitrail.kernels import choice
 
 INFERENCE = (
     "plain",
@@ -30,8 +31,10 @@ INFERENCE = (
     "mlp=triton,attention=triton",
     "mlp=triton,residual=triton,attention=triton",
     "gelu=polynomial,attention=triton",
+    "mlp=quack,attention=triton",
+    "mlp=quack,residual=quack,attention=triton",
 )
-TRAINING = ("plain", "gelu=polynomial", "mlp training=triton")
+TRAINING = ("plain", "gelu=polynomial", "mlp training=triton", "mlp training=quack")
 IS_FASTER = 1.005
 """Times the plain network's rate: less is noise."""
 
@@ -41,7 +44,9 @@ def cases(model: str, train: bool, device: str) -> Group:
     (batch_size,) = default_batches(model, mode, gpu=True)
     base = Case(library=OWN, model=model, batch_size=batch_size, device=device, precision="bfloat16", compile="default")
     base = replace(base, work="train") if train else base
-    kernels = TRAINING if train else INFERENCE
+    kernels = [
+        each for each in (TRAINING if train else INFERENCE) if "quack" not in each or choice.is_installed("quack")
+    ]
     found = [replace(base, kernels=each) for each in kernels]
     if not train:
         found += [replace(base, precision="float8", kernels=each) for each in ("plain", "gelu=polynomial")]

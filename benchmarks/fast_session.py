@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -47,6 +48,7 @@ RESERVE_S = 15
 """Of the limit, for the summary."""
 LINES = 90
 """Of the summary: the caller sees the end of the output only."""
+PRODUCTS = {"triton": "triton_products.py", "quack": "quack_products.py"}
 PACKAGES = (
     "triton", "quack", "timm", "torchvision", "transformers", "vit_pytorch", "einops", "typer", "rich", "safetensors",
     "huggingface_hub", "PIL", "pyarrow", "matplotlib", "sklearn", "numpy", "pytest",
@@ -80,8 +82,8 @@ STAGES: dict[str, tuple[Command, ...]] = {
         script("L/16", "fast_path.py", f"gemm --model L/16 {ROWS}", 70),
     ),
     "networks": (
-        script("inference", "fast_networks.py", "--out {out}/networks", 170),
-        script("training", "fast_networks.py", "--train --out {out}/networks", 170),
+        script("inference", "fast_networks.py", "--out {out}/networks", 190),
+        script("training", "fast_networks.py", "--train --out {out}/networks", 190),
     ),
     "blocks": (
         script("inference", "fast_path.py", f"block {ROWS}", 150),
@@ -206,18 +208,19 @@ def load_groups(out: Path) -> list[dict[str, Any]]:
 
 def choices(tables: Mapping[str, list[dict[str, Any]]], out: Path) -> dict[str, Any]:
     """The fastest tiling of each epilogue for ViT-B/16, and the fastest kernels of each network."""
-    found: dict[str, Any] = {}
-    for name, words in {"GELU": "bias, GELU", "DGELU": "GELU' and sums", "RESIDUAL": "bias, residual"}.items():
+    found: dict[str, Any] = {"tilings": {}}
+    epilogues = {"GELU": "bias, GELU", "DGELU": "GELU' and sums", "RESIDUAL": "bias, residual"}
+    for kind, (name, words) in itertools.product(PRODUCTS, epilogues.items()):
         slowness: dict[str, float] = {}
         for title, rows in tables.items():
             if words not in title or " 768" not in title:
                 continue
-            ran = [row for row in rows if row["name"].startswith("triton ") and row["ms"] and not row["note"]]
+            ran = [row for row in rows if row["name"].startswith(f"{kind} ") and row["ms"] and not row["note"]]
             for row in ran:
-                tiling = row["name"].removeprefix("triton ")
+                tiling = row["name"].removeprefix(f"{kind} ")
                 slowness[tiling] = slowness.get(tiling, 0.0) + row["ms"] / min(each["ms"] for each in ran)
         if slowness:
-            found[name] = min(slowness, key=lambda tiling: slowness[tiling])
+            found["tilings"].setdefault(kind, {})[name] = min(slowness, key=lambda tiling: slowness[tiling])
     log = out / "log.txt"
     for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
         if line.startswith('{"model"'):
@@ -264,14 +267,14 @@ def summary(out: Path, ends: Mapping[str, str]) -> list[str]:
 
 
 def apply(out: Path) -> None:
-    """Write the choices into kernels/choice.py and kernels/triton_products.py."""
+    """Write the choices into kernels/choice.py, and the tilings of the products."""
     found = choices(load_rows(out), out)
-    file = ROOT / "src/vitrail/kernels/triton_products.py"
-    text = file.read_text()
-    for name in ("GELU", "DGELU", "RESIDUAL"):
-        if name in found:
-            text = re.sub(rf"^{name} = .*$", f'{name} = CONFIGS["{found[name]}"]', text, flags=re.MULTILINE)
-    file.write_text(text)
+    for kind, tilings in found["tilings"].items():
+        file = ROOT / f"src/vitrail/kernels/{PRODUCTS[kind]}"
+        text = file.read_text()
+        for name, tiling in tilings.items():
+            text = re.sub(rf"^{name} = .*$", f'{name} = CONFIGS["{tiling}"]', text, flags=re.MULTILINE)
+        file.write_text(text)
     file = ROOT / "src/vitrail/kernels/choice.py"
     entry = json.dumps({found["gpu"]: measured(found)}) if measured(found) else "{}"
     entry = re.sub(r"\[(\"\w+\")\]", r"(\1,)", entry)
