@@ -34,6 +34,7 @@ INFERENCE = (
     "mlp=quack,attention=triton",
     "mlp=quack,residual=quack,attention=triton",
 )
+EIGHT_BIT = ("plain", "gelu=polynomial", "mlp=triton", "mlp=triton,attention=triton")
 TRAINING = ("plain", "gelu=polynomial", "mlp training=triton", "mlp training=quack")
 IS_FASTER = 1.005
 """Times the plain network's rate: less is noise."""
@@ -49,7 +50,7 @@ def cases(model: str, train: bool, device: str) -> Group:
     ]
     found = [replace(base, kernels=each) for each in kernels]
     if not train:
-        found += [replace(base, precision="float8", kernels=each) for each in ("plain", "gelu=polynomial")]
+        found += [replace(base, precision="float8", kernels=each) for each in EIGHT_BIT]
     others = [replace(base, library="timm"), Case(library=PRODUCT, work="product", precision="bfloat16", device=device)]
     return Group(model=model, mode=mode, batch_size=batch_size, cases=(*found, *others))
 
