@@ -34,7 +34,7 @@ INFERENCE = (
     "mlp=quack,attention=triton",
     "mlp=quack,residual=quack,attention=triton",
 )
-EIGHT_BIT = ("plain", "gelu=polynomial", "mlp=triton", "mlp=triton,attention=triton")
+EIGHT_BIT = ("plain", "gelu=polynomial", "8-bit mlp=triton", "8-bit mlp=triton,attention=triton")
 TRAINING = ("plain", "gelu=polynomial", "mlp training=triton", "mlp training=quack")
 IS_FASTER = 1.005
 """Times the plain network's rate: less is noise."""

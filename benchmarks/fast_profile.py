@@ -1,6 +1,6 @@
 """Where the time of a network goes on a GPU: milliseconds per step of each kernel, compiled, after a warm-up.
 
-    python benchmarks/fast_profile.py [--model B/16] [--train] [--precision bfloat16|float8] [--kernels plain ...]
+    python benchmarks/fast_profile.py [--model B/16] [--train] [--precision bfloat16|float8] [--kernels auto plain ...]
 
 Several --kernels are profiled one after the other; the cases are those of `vitrail bench`.
 """
@@ -34,8 +34,10 @@ def kind_of(name: str) -> str:
 def show(case: Case, rows: int) -> None:
     torch._dynamo.reset()
     start = time.monotonic()
-    plain: dict[choice.Operation, choice.Backend] = dict.fromkeys(choice.OPERATIONS, "plain")
-    with choice.force({**plain, **choice.parse("" if case.kernels == "plain" else case.kernels)}):
+    forced: dict[choice.Operation, choice.Backend] = {}
+    if case.kernels != "auto":
+        forced = {**dict.fromkeys(choice.OPERATIONS, "plain"), **choice.parse(case.kernels.replace("plain", ""))}
+    with choice.force(forced):
         load = make_workload(case)
         for _ in range(3):
             load.step()
@@ -72,7 +74,7 @@ def main() -> None:
     parser.add_argument("--model", default="B/16")
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--precision", default="bfloat16")
-    parser.add_argument("--kernels", nargs="+", default=["plain"])
+    parser.add_argument("--kernels", nargs="+", default=["auto"])
     parser.add_argument("--rows", type=int, default=14)
     options = parser.parse_args()
     model, mode = full_name(options.model), "train" if options.train else "inference"

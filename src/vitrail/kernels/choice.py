@@ -19,24 +19,35 @@ import torch
 from vitrail.errors import ConfigError, did_you_mean
 from vitrail.runtime import private_torch
 
-Operation = Literal["mlp", "mlp training", "gelu", "residual", "attention"]
+Operation = Literal["mlp", "mlp training", "8-bit mlp", "gelu", "residual", "attention"]
 Backend = Literal["plain", "polynomial", "triton", "quack"]
 Policy = Literal["auto", "plain"]
 
 OPERATIONS: dict[Operation, tuple[Backend, ...]] = {
     "mlp": ("plain", "triton", "quack"),
     "mlp training": ("plain", "triton", "quack"),
+    "8-bit mlp": ("plain", "triton"),
     "gelu": ("plain", "polynomial"),
     "residual": ("plain", "triton", "quack"),
     "attention": ("plain", "triton"),
 }
-"""mlp: both linear layers with GELU between them; gelu: GELU alone, in a compiled graph where `mlp` is plain; residual:
-a linear layer plus the residual. All but `mlp training` and `gelu` are for inference only."""
-MEASURED: Mapping[str, Mapping[Operation, tuple[Backend, ...]]] = {}
+"""mlp: both linear layers with GELU between them; 8-bit mlp: the same in e4m3 (`eight_bit`); gelu: GELU alone,
+in a compiled graph where `mlp` is plain; residual: a linear layer plus the residual. All but `mlp training` and `gelu`
+are for inference only."""
+MEASURED: Mapping[str, Mapping[Operation, tuple[Backend, ...]]] = {
+    "NVIDIA H200": {
+        "mlp": ("quack", "triton"),
+        "mlp training": ("quack", "triton"),
+        "8-bit mlp": ("triton",),
+        "residual": ("triton",),
+    }
+}
 """Name of a GPU as torch gives it -> the kernels of an operation that were faster than the plain one, fastest first."""
 PACKAGES = {"triton": "triton", "quack": "quack"}
 """Those that a backend needs, besides torch."""
 VARIABLE = "VITRAIL_KERNELS"
+DEVICE_TYPE = "cuda"
+"""The devices that the kernels are for."""
 
 _policy: Policy = "auto"
 _forced: dict[Operation, Backend] = {}
@@ -78,7 +89,7 @@ def _resolve(operation: Operation, device_type: str, index: int | None) -> Backe
     if operation in _forced:
         return _forced[operation]
     wanted = os.environ.get(VARIABLE, "auto")
-    if device_type != "cuda" or _policy == "plain" or wanted == "plain":
+    if device_type != DEVICE_TYPE or _policy == "plain" or wanted == "plain":
         return "plain"
     replaced = parse(wanted)
     if operation in replaced:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.kernels import choice
 from vitrail.kernels.choice import Backend, backend_for
 from vitrail.kernels.fused_mlp import MIN_ROWS
 from vitrail.models.layers import MLP, Block, gelu_tanh
@@ -101,8 +102,10 @@ class EightBitMLP(MLP):
         return down.multiply(hidden, scale.expand(len(hidden), 1).contiguous(), x.dtype).view(x.shape)
 
     def backend(self, x: Tensor) -> Backend:
-        is_large = x.device.type == "cuda" and x.shape[:-1].numel() >= MIN_ROWS and self.up.in_features % 16 == 0
-        return backend_for("mlp", x.device) if is_large and not torch.compiler.is_exporting() else "plain"
+        is_large = (
+            x.device.type == choice.DEVICE_TYPE and x.shape[:-1].numel() >= MIN_ROWS and self.up.in_features % 16 == 0
+        )
+        return backend_for("8-bit mlp", x.device) if is_large and not private_torch.is_exporting() else "plain"
 
 
 def hidden_bound(layer: nn.Linear, norm: nn.LayerNorm) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.kernels import gelu_polynomial
+from vitrail.kernels import choice, gelu_polynomial
 from vitrail.kernels.choice import Backend
 from vitrail.runtime import private_torch
 
@@ -68,12 +68,12 @@ def linear_residual(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, b
 
 def can_fuse(x: Tensor, *layers: nn.Module) -> bool:
     """Whether the kernels apply: many bfloat16 rows on a GPU, layers with biases, aligned widths and no hooks."""
-    if not isinstance(x, Tensor) or x.device.type != "cuda":  # torch.fx passes what is not a tensor
+    if not isinstance(x, Tensor) or x.device.type != choice.DEVICE_TYPE:  # torch.fx passes what is not a tensor
         return False
     if compute_dtype(x) != torch.bfloat16 or x.shape[:-1].numel() < MIN_ROWS:
         return False
     compiling = torch.compiler.is_compiling()
-    if torch.compiler.is_exporting() or not (compiling or private_torch.is_plain_eager()):
+    if private_torch.is_exporting() or not (compiling or private_torch.is_plain_eager()):
         return False  # an exported graph has no operators of this package, and transforms do not know them
     return all(_is_plain(layer) for layer in layers)
 

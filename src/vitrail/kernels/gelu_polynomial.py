@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitrail.kernels import choice
+from vitrail.runtime import private_torch
+
 LIMIT = 5.0
 """Beyond this |x|, R and the exponential are those of the limit: GELU is x or 0 to within 1.5e-6."""
 COEFFICIENTS = (
@@ -83,9 +86,9 @@ def compiled_gelu(x: Tensor, tanh: bool = False) -> Tensor:
 
 def can_use_compiled_gelu(x: Tensor) -> bool:
     """Whether `compiled_gelu` applies: a graph is compiled, for 16 bits on a GPU. Eager, it would be twenty kernels."""
-    if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    if not torch.compiler.is_compiling() or private_torch.is_exporting():
         return False
-    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
+    return x.device.type == choice.DEVICE_TYPE and x.dtype in (torch.bfloat16, torch.float16)
 
 
 class _Gelu(torch.autograd.Function):

@@ -49,7 +49,7 @@ CONFIGS = {
 }
 """Tilings worth a measurement; those that are not named: 128 x 192, cluster 2 x 1, pingpong."""
 GELU = CONFIGS["pingpong 128x192, cluster 2x1"]
-DGELU = CONFIGS["pingpong 128x192, cluster 2x1"]
+DGELU = CONFIGS["cooperative 128x256, cluster 2x1"]
 RESIDUAL = CONFIGS["pingpong 128x192, cluster 2x1"]
 """Tilings of the three epilogues."""
 BIAS = {"bias": RowVecLoad("bias")}

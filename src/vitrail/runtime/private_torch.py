@@ -62,6 +62,12 @@ def constant_when_compiled(function: Function) -> Function:
     return function
 
 
+@constant_when_compiled
+def is_exporting() -> bool:
+    """Whether torch.export traces. Asked in a compiled function, torch 2.11's own answer is always yes."""
+    return torch.compiler.is_exporting()
+
+
 def raise_recompile_limit(limit: int) -> None:
     """Let torch.compile keep this many versions of one function; the default, 8, is meant for changing shapes."""
     config = torch_attribute("_dynamo.config")
