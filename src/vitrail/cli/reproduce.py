@@ -178,7 +178,7 @@ def _print_dry_run(found: DryRun, as_json: bool) -> None:
         at_a_time = f", {found.jobs} at a time" if found.jobs > 1 else ""
         rows = {
             "experiment": f"{found.experiment}, scale {found.scale}",
-            "data": f"{found.data}, {found.num_images:,} training images",
+            "data": f"{found.data}, {found.num_images:,} training images{' (assumed)' * found.is_assumed}",
             "runs": f"{found.trials} ({found.arms} arms); {found.finished} finished",
             "time": f"about {_format_long(found.seconds)} on {_DEVICES.get(found.device, found.device)}{at_a_time}",
             "memory": f"about {format_bytes(found.memory)} for the largest run",

@@ -23,6 +23,8 @@ class DryRun:
     scale: str
     data: str
     num_images: int
+    is_assumed: bool
+    """Whether the number of images is that of the published dataset, as the data is not here."""
     arms: int
     trials: int
     """Number of training runs."""
@@ -62,6 +64,7 @@ def dry_run(request: Request) -> DryRun:
         scale=request.resolved_scale,
         data=first.data.source,
         num_images=session.cost.num_images,
+        is_assumed=session.data_error is not None,
         arms=len(plan.arms),
         trials=plan.num_trials,
         finished=sum(trial.key in session.results.trials for trial in plan.trials(session.results)),

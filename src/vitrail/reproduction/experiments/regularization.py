@@ -129,10 +129,10 @@ def analyze(results: Results) -> Analysis:
     full = {treatment: arm_name(treatment, most) for treatment in TREATMENTS}
     verdicts = [
         compare(f"With {100 * least:g} % of the data, augmentation helps.",
-                results.difference(few[AUGMENT], few[NONE]), AUGMENT, NONE),
+                results.difference(few[AUGMENT], few[NONE]), AUGMENT, NONE, why_not=_why(results)),
         _worth_verdict(results, 100 * least),
         compare(f"Augmentation helps more than dropout and stochastic depth ({100 * least:g} % of the data).",
-                results.difference(few[AUGMENT], few[DROPOUT]), AUGMENT, "dropout"),
+                results.difference(few[AUGMENT], few[DROPOUT]), AUGMENT, "dropout", why_not=_why(results)),
         shrinks("With more data and the same number of steps, augmentation helps less.", results,
                 (few[AUGMENT], few[NONE]), (full[AUGMENT], full[NONE]), (f"at {100 * least:g} %", "at 100 %")),
     ]  # fmt: skip
@@ -187,9 +187,21 @@ def _worth_verdict(results: Results, percent: float) -> Verdict:
 
 def _why(results: Results) -> str:
     """Why augmentation may lower the accuracy."""
-    if next(iter(results.arms.values())).config.data.source != "digits":
-        return ""
-    return "At 8 px, RandAugment's shifts, shears and rotations may turn the strokes of one digit into another's."
+    reasons = []
+    if next(iter(results.arms.values())).config.data.source == "digits":
+        reasons.append(
+            "At 8 px, RandAugment's shifts, shears and rotations may turn one digit's strokes into another's."
+        )
+    least, most = min(FRACTIONS[results.scale]), max(FRACTIONS[results.scale])
+    augmented, plain = (
+        results.difference(arm_name(treatment, most), arm_name(treatment, least)) for treatment in (AUGMENT, NONE)
+    )
+    if augmented is not None and plain is not None and plain.value > 0 and augmented.value < plain.value / 4:
+        reasons.append(
+            f"With augmentation, {most / least:g} times the data change the accuracy by {100 * augmented.value:+.2f} "
+            f"points ({100 * plain.value:+.2f} without): the number of steps limits these runs, not the data."
+        )
+    return " ".join(reasons)
 
 
 def _gains(results: Results) -> Table:
