@@ -204,8 +204,12 @@ def compiled_blocks() -> Iterator[Candidate]:
         for p in block.parameters():
             nn.init.normal_(p, std=0.05) if p.ndim > 1 else nn.init.uniform_(p, 0, 1)
         x = torch.randn(16, 197, 384, device=DEVICE)
-        for forced in ({"mlp": "triton"}, {"mlp": "triton", "residual": "triton", "attention": "triton"},
-                       {"gelu": "polynomial"}):  # fmt: skip
+        residuals = {"residual": "triton", "attention residual": "triton"}
+        for forced in (
+            {"mlp": "triton"},
+            {"mlp": "triton", **residuals, "attention": "triton"},
+            {"gelu": "polynomial"},
+        ):
             for mode in (None, "reduce-overhead"):
                 named = ", ".join(f"{k}={v}" for k, v in forced.items()) + f", {mode}" * (mode is not None)
                 run = partial(inference, block, x, forced, mode)

@@ -26,15 +26,16 @@ from vitrail.kernels import choice
 INFERENCE = (
     "plain",
     "gelu=polynomial",
-    "mlp=triton",
     "attention=triton",
-    "mlp=triton,attention=triton",
-    "mlp=triton,residual=triton,attention=triton",
-    "gelu=polynomial,attention=triton",
-    "mlp=quack,attention=triton",
-    "mlp=quack,residual=quack,attention=triton",
+    "mlp=triton",
+    "mlp=triton,residual=triton",
+    "mlp=quack",
+    "mlp=quack,residual=triton",
+    "mlp=quack,residual=quack",
+    "mlp=quack,residual=triton,attention residual=triton",
+    "mlp=quack,residual=triton,attention residual=quack",
 )
-EIGHT_BIT = ("plain", "gelu=polynomial", "8-bit mlp=triton", "8-bit mlp=triton,attention=triton")
+EIGHT_BIT = ("plain", "gelu=polynomial", "8-bit mlp=triton", "8-bit mlp=triton,8-bit residual=triton")
 TRAINING = ("plain", "gelu=polynomial", "mlp training=triton", "mlp training=quack")
 IS_FASTER = 1.005
 """Times the plain network's rate: less is noise."""

@@ -48,9 +48,9 @@ VARIANTS: dict[str, dict[choice.Operation, choice.Backend]] = {
     "triton attention": {"attention": "triton"},
     "triton MLP, residuals": {"mlp": "triton", "residual": "triton"},
     "triton MLP, attention": {"mlp": "triton", "attention": "triton"},
-    "triton MLP, residuals, attention": {"mlp": "triton", "residual": "triton", "attention": "triton"},
+    "triton MLP, both residuals": {"mlp": "triton", "residual": "triton", "attention residual": "triton"},
     "quack MLP": {"mlp": "quack", "mlp training": "quack"},
-    "quack MLP, residuals, triton attention": {"mlp": "quack", "residual": "quack", "attention": "triton"},
+    "quack MLP, triton residuals": {"mlp": "quack", "residual": "triton"},
 }
 """Kernels that are forced."""
 TRAINING_OPERATIONS = {"mlp training", "gelu"}

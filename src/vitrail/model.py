@@ -17,6 +17,7 @@ from vitrail.data.decode import ImageLike
 from vitrail.data.preprocess import Preprocess, is_image_list
 from vitrail.errors import ConfigError, ImageError, ModelError, NotFoundError, VitrailError
 from vitrail.inference import OutputName, Pixels, network_input, run_network, to_cpu
+from vitrail.kernels.eight_bit import EIGHT_BIT, is_eight_bit
 from vitrail.models import BiT, Net, Output
 from vitrail.models.base import eval_mode
 from vitrail.models.output import concat_outputs
@@ -88,6 +89,11 @@ class Model:
     @property
     def dtype(self) -> torch.dtype:
         return next(self.net.parameters()).dtype
+
+    @property
+    def precision(self) -> str:
+        """float8 for a network with 8-bit layers, else its dtype."""
+        return EIGHT_BIT if is_eight_bit(self.net) else str(self.dtype).removeprefix("torch.")
 
     def to(self, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None) -> Model:
         """Move this model, in place, to a device ("cuda", "mps", "cpu", "auto") or dtype (or `to(torch.bfloat16)`)."""
@@ -203,6 +209,8 @@ class Model:
         Information that another library's format does not store is logged, as by `vitrail convert`. If that library
         would compute slightly different outputs, ConversionError is raised unless `approximate` is true.
         """
+        if is_eight_bit(self.net):
+            raise ModelError(f"a model in {EIGHT_BIT} cannot be written; load it with another dtype.")
         info = self.info.replace(config=self.net.config)
         if to == NATIVE.name:  # stores everything
             checkpoint.write(self.net, info, path, overwrite=overwrite)

@@ -53,8 +53,12 @@ def test_inference_has_the_kernels() -> None:
 
 def test_residuals_and_attention_have_kernels() -> None:
     with torch.no_grad(), choice.force({**MLP, "residual": "triton", "attention": "triton"}):
-        expected = ["short_attention", "linear_residual", "linear_gelu", "linear_residual"]
-        assert operators(block(), rows()) == expected
+        assert operators(block(), rows()) == ["short_attention", "linear_gelu", "linear_residual"]
+        with choice.force({"mlp": "plain", "attention residual": "triton"}):
+            assert operators(block(), rows()) == ["short_attention", "linear_residual"]
+    with torch.no_grad(), choice.force({**MLP, "8-bit residual": "triton"}):
+        small = to_eight_bit(nn.ModuleDict({"blocks": block()}))["blocks"]
+        assert operators(small, rows()) == ["eight_bit_gelu", "eight_bit_residual"]
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

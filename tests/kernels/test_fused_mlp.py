@@ -231,7 +231,8 @@ def test_layers_use_the_forced_kernels_and_agree(config: ViTConfig, backend: Bac
     for p in block.parameters():
         nn.init.normal_(p, std=0.2)
     expected = block(x)
-    inference, training = {"mlp": "triton", "residual": "triton"}, {"mlp training": "triton"}
+    inference = {"mlp": "triton", "residual": "triton", "attention residual": "triton"}
+    training = {"mlp training": "triton"}
     if backend == "plain":
         return
     with force(training):
@@ -260,7 +261,7 @@ def test_compiled_blocks_call_the_forced_triton_kernels(config: ViTConfig, monke
     with force({"mlp training": "triton"}):
         grads = torch.autograd.grad(run(x).square().sum(), list(block.parameters()))
     assert max(map(relative, grads, wanted)) <= TOLERANCE
-    with force({"mlp": "triton", "residual": "triton"}), torch.no_grad():
+    with force({"mlp": "triton", "residual": "triton", "attention residual": "triton"}), torch.no_grad():
         assert relative(run.eval()(x), expected) <= TOLERANCE
     assert used == ["gelu", "dgelu", "linear", "gelu", "linear"]
 

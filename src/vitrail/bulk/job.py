@@ -189,7 +189,7 @@ class OpenJob:
         """torch in its precision, or an engine in its own."""
         if isinstance(self.model, EngineModel):
             return f"{self.model.engine.name} {self.model.engine.precision}"
-        return f"torch {str(self.model.dtype).removeprefix('torch.')}"
+        return f"torch {self.model.precision}"
 
 
 def select_splits(parts: SourceSplits, config: DataConfig, split: str) -> dict[str, Source]:

@@ -121,11 +121,17 @@ class DeviceOptions(_OpenModelOptions):
     """Where a model runs, and in which precision."""
 
     device: Device = "auto"
-    dtype: Annotated[str, typer.Option(metavar="NAME", help="float32, or bfloat16 for speed on a GPU.")] = "float32"
+    dtype: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="float32; for speed on a GPU bfloat16, or float8 for the blocks of a ViT."),
+    ] = "float32"
+    compile: Annotated[
+        bool, typer.Option("--compile", help="torch.compile the blocks: a slow start, then faster on a GPU.")
+    ] = False
 
     @property
     def load_options(self) -> dict[str, Any]:
-        return {**super().load_options, "device": self.device, "dtype": self.dtype}
+        return {**super().load_options, "device": self.device, "dtype": self.dtype, "compile": self.compile}
 
     def for_driver(self) -> Self:
         """The same on the CPU: a driver of other machines loads the model only to check and describe it."""
@@ -165,6 +171,8 @@ class EngineOptions:
             raise ConfigError(f"unknown engine {self.engine!r}{did_you_mean(self.engine, ENGINES)}")
         if self.engine not in (None, "torch") and device.dtype != "float32":
             raise ConfigError(f"--dtype {device.dtype} is only for torch; {self.engine} has a fixed dtype.")
+        if self.engine not in (None, "torch") and device.compile:
+            raise ConfigError(f"--compile is only for torch, not for {self.engine}.")
         if self.calibrate is not None and self.engine != "auto":
             raise ConfigError("--calibrate needs --engine auto; pass both or neither.")
 

@@ -165,7 +165,9 @@ def load_served_model(
     return ServedModel(runner, vit, parallel_batches=parallel)
 
 
-def _check_unchanged(model: str, *, device: str = "auto", dtype: str = "float32", **options: Any) -> None:
+def _check_unchanged(
+    model: str, *, device: str = "auto", dtype: str = "float32", compile: bool = False, **options: Any
+) -> None:
     """Raise ConfigError if an option would change what was exported."""
     for name in ("image_size", "channels", "section", "family", "overrides", "calibrate"):
         if options.get(name):
@@ -179,6 +181,8 @@ def _check_unchanged(model: str, *, device: str = "auto", dtype: str = "float32"
         )
     if dtype != "float32":
         raise ConfigError(f"{model} has a fixed precision; for {dtype}, export it again or serve the checkpoint.")
+    if compile:
+        raise ConfigError(f"{model} is exported: --compile has no effect; serve the checkpoint it was made from.")
 
 
 def _print_started(where: str, workers: int, inside: bool, open_port: int | None, name: str, how: str) -> None:

@@ -24,6 +24,7 @@ from vitrail.engines.openvino_engine import read_openvino
 from vitrail.engines.optional_packages import error_summary, import_optional, silence_exporters
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.inference import run_network
+from vitrail.kernels.eight_bit import EIGHT_BIT, is_eight_bit
 from vitrail.models import Net
 from vitrail.runtime import pick_device
 from vitrail.runtime.amx import check_bfloat16
@@ -44,7 +45,7 @@ class Engine(Protocol):
 
     @property
     def precision(self) -> str:
-        """Precision of the computation: float32, bfloat16 or int8."""
+        """Precision of the computation: float32, bfloat16, float8 or int8."""
 
     @property
     def info(self) -> ModelInfo:
@@ -68,7 +69,7 @@ class TorchEngine:
 
     @property
     def precision(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return EIGHT_BIT if is_eight_bit(self.net) else str(self.dtype).removeprefix("torch.")
 
     def logits(self, pixels: Pixels) -> Floats:
         return run_network(self.net, self.preprocess, pixels).float().numpy()

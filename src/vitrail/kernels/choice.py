@@ -19,7 +19,9 @@ import torch
 from vitrail.errors import ConfigError, did_you_mean
 from vitrail.runtime import private_torch
 
-Operation = Literal["mlp", "mlp training", "8-bit mlp", "gelu", "residual", "attention"]
+Operation = Literal[
+    "mlp", "mlp training", "8-bit mlp", "gelu", "residual", "attention residual", "8-bit residual", "attention"
+]
 Backend = Literal["plain", "polynomial", "triton", "quack"]
 Policy = Literal["auto", "plain"]
 
@@ -29,10 +31,13 @@ OPERATIONS: dict[Operation, tuple[Backend, ...]] = {
     "8-bit mlp": ("plain", "triton"),
     "gelu": ("plain", "polynomial"),
     "residual": ("plain", "triton", "quack"),
+    "attention residual": ("plain", "triton", "quack"),
+    "8-bit residual": ("plain", "triton"),
     "attention": ("plain", "triton"),
 }
 """mlp: both linear layers with GELU between them; 8-bit mlp: the same in e4m3 (`eight_bit`); gelu: GELU alone,
-in a compiled graph where `mlp` is plain; residual: a linear layer plus the residual. All but `mlp training` and `gelu`
+in a compiled graph where `mlp` is plain; residual: the MLP's second layer plus the residual, where `mlp` is
+not plain; attention residual: the output layer of attention plus the residual. All but `mlp training` and `gelu`
 are for inference only."""
 MEASURED: Mapping[str, Mapping[Operation, tuple[Backend, ...]]] = {
     "NVIDIA H200": {

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.errors import ModelError
 from vitrail.kernels import choice
 from vitrail.kernels.choice import Backend, backend_for
 from vitrail.kernels.fused_mlp import MIN_ROWS
@@ -26,6 +27,8 @@ from vitrail.runtime import private_torch
 
 NetT = TypeVar("NetT", bound=nn.Module)
 
+EIGHT_BIT = "float8"
+"""The name of this precision."""
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 TINY = 1e-12
@@ -67,7 +70,8 @@ class EightBitLinear(nn.Module):
 
     def multiply(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """The layer for e4m3 values, n D, with scales, n 1."""
-        if values.device.type == "cuda" and self.scaled_mm is not None:
+        has_gradient = torch.is_grad_enabled() and values.requires_grad
+        if values.device.type == "cuda" and self.scaled_mm is not None and not has_gradient:
             bias = None if self.bias is None else self.bias.to(torch.bfloat16)
             return self.scaled_mm(values, self.weight.t(), scale, self.weight_scale, bias).to(dtype)
         weight = self.weight.to(dtype) * self.weight_scale.t().to(dtype)
@@ -92,16 +96,34 @@ class EightBitMLP(MLP):
 
     def forward(self, x: Tensor, hidden_seeds: Tensor | None = None, output_seeds: Tensor | None = None) -> Tensor:
         """The seeds are for dropout, which is for training."""
-        up, down, scale = cast(EightBitLinear, self.up), cast(EightBitLinear, self.down), self.hidden_scale.float()
+        hidden, scale = self._hidden(x)
+        return cast(EightBitLinear, self.down).multiply(hidden, scale, x.dtype).view(x.shape)
+
+    def adds_residual(self, x: Tensor) -> bool:
+        return self.backend(x) == "triton" and backend_for("8-bit residual", x.device) == "triton"
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        hidden, scale = self._hidden(x)
+        down, rows = cast(EightBitLinear, self.down), residual.flatten(0, -2)
+        out: Tensor = torch.ops.vitrail.eight_bit_residual(
+            hidden, down.weight, down.bias, scale, down.weight_scale, rows
+        )
+        return out.view(residual.shape)
+
+    def _hidden(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden values as e4m3, n M, and their scales, n 1."""
+        up, scale = cast(EightBitLinear, self.up), self.hidden_scale.float()
         values, row_scale = quantize_rows(x.flatten(0, -2))
         if self.backend(x) == "triton":
             tanh = self.activation is gelu_tanh
             hidden = eight_bit_gelu(values, up.weight, up.bias, row_scale, up.weight_scale, scale, tanh)
         else:
             hidden = to_e4m3(self.activate(up.multiply(values, row_scale, x.dtype)), scale)
-        return down.multiply(hidden, scale.expand(len(hidden), 1).contiguous(), x.dtype).view(x.shape)
+        return hidden, scale.expand(len(hidden), 1).contiguous()
 
     def backend(self, x: Tensor) -> Backend:
+        if not isinstance(x, Tensor) or (torch.is_grad_enabled() and x.requires_grad):  # torch.fx passes no tensor
+            return "plain"
         is_large = (
             x.device.type == choice.DEVICE_TYPE and x.shape[:-1].numel() >= MIN_ROWS and self.up.in_features % 16 == 0
         )
@@ -150,6 +172,28 @@ def _(
     return values.new_empty(len(values), len(weight))
 
 
+@torch.library.custom_op("vitrail::eight_bit_residual", mutates_args=())
+def _eight_bit_residual(
+    values: Tensor, weight: Tensor, bias: Tensor, row_scale: Tensor, column_scale: Tensor, residual: Tensor
+) -> Tensor:
+    """A product of e4m3 values, n M, and weights, D M, plus the residual, n D."""
+    from vitrail.kernels import triton_products
+
+    out = residual.new_empty(residual.shape)
+    triton_products.launch(
+        "linear", values, weight, out, bias=bias, row_scale=row_scale, column_scale=column_scale, residual=residual,
+        config=triton_products.EIGHT_BIT_RESIDUAL,
+    )  # fmt: skip
+    return out
+
+
+@_eight_bit_residual.register_fake
+def _(
+    values: Tensor, weight: Tensor, bias: Tensor, row_scale: Tensor, column_scale: Tensor, residual: Tensor
+) -> Tensor:
+    return residual.new_empty(residual.shape)
+
+
 def to_eight_bit(net: NetT, selected: Callable[[str], bool] = lambda name: not name.endswith("attention.out")) -> NetT:
     """A copy of a network for inference whose blocks have 8-bit linear layers; `selected` tells by name which ones.
 
@@ -157,6 +201,8 @@ def to_eight_bit(net: NetT, selected: Callable[[str], bool] = lambda name: not n
     inputs, which no LayerNorm or GELU precedes, takes as long as the faster product saves.
     """
     net = copy.deepcopy(net).eval()
+    if not any(isinstance(module, Block) for module in net.modules()):
+        raise ModelError(f"{EIGHT_BIT} is for the blocks of a Vision Transformer, and {type(net).__name__} has none.")
     for name, module in list(net.named_modules()):
         both = selected(f"{name}.mlp.up") and selected(f"{name}.mlp.down")
         if both and isinstance(module, Block) and _is_bounded(module):
@@ -174,3 +220,8 @@ def _is_bounded(block: Block) -> bool:
     mlp, norm = block.mlp, block.norm2
     plain = type(mlp) is MLP and mlp.activation in (F.gelu, gelu_tanh) and mlp.up.bias is not None
     return plain and isinstance(norm, nn.LayerNorm) and norm.bias is not None
+
+
+def is_eight_bit(net: nn.Module) -> bool:
+    """Whether a network has 8-bit layers."""
+    return any(isinstance(module, EightBitLinear) for module in net.modules())

@@ -69,6 +69,7 @@ GELU = CONFIGS["128x128, 2 per SM"]
 DGELU = CONFIGS["128x128, 2 per SM"]
 RESIDUAL = CONFIGS["128x256, 8 warps"]
 """Tilings of the three epilogues: the GELU's long ones have to overlap with products."""
+EIGHT_BIT_RESIDUAL = TileConfig(block_n=256, block_k=128, warps=8, per_sm=1)
 EIGHT_BIT_GELU = TileConfig(block_n=256, block_k=128, warps=8, per_sm=1)
 
 

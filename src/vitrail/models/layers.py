@@ -235,6 +235,19 @@ class MLP(nn.Module):
         backend = backend_for(operation, x.device)
         return "plain" if backend == "quack" and self.activation is gelu_tanh else backend
 
+    def adds_residual(self, x: Tensor) -> bool:
+        """Whether `add` applies to this input of the block, and its kernels are chosen."""
+        return can_add_linear(x, self.down, "residual") and self.backend(x) != "plain"
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The MLP plus the residual, without gradients; the second layer adds it in its kernel."""
+        dtype = compute_dtype(residual)
+        weight, bias = self.up.weight.to(dtype), self.up.bias.to(dtype)
+        rows, tanh = x.to(dtype).flatten(0, -2), self.activation is gelu_tanh
+        return add_linear(
+            linear_gelu(rows, weight, bias, self.backend(residual), tanh), self.down, residual, "residual"
+        )
+
     def activate(self, x: Tensor) -> Tensor:
         """The activation, in a compiled graph on a GPU by a cheaper formula if that was measured to be faster."""
         is_gelu = self.activation in (F.gelu, gelu_tanh)
@@ -273,32 +286,28 @@ class Block(nn.Module):
         num_outputs: int | None = None,
     ) -> Tensor:
         """With `num_outputs` only the first tokens of the result are computed: B num_outputs D."""
-        if weights_out is None and num_outputs is None and self._fuses_residuals(x):
-            return self._with_fused_residuals(x, qk_transform)
         attention_seeds, hidden_seeds, mlp_seeds, path1, path2 = (None,) * 5 if seeds is None else seeds.unbind()
-        y = self.attention(self.norm1(x), qk_transform, weights_out, attention_seeds, num_outputs)
-        x = x if num_outputs is None else x[:, :num_outputs]
-        x = x + self.scale_and_drop(y, self.scale1, path1)
+        kernels = self._may_add_residuals()
+        out = self.attention.out
+        residual: Operation = "attention residual"
+        if kernels and weights_out is None and num_outputs is None and can_add_linear(x, out, residual):
+            x = add_linear(self.attention.mix(self.norm1(x), qk_transform), out, x, residual)
+        else:
+            y = self.attention(self.norm1(x), qk_transform, weights_out, attention_seeds, num_outputs)
+            x = x if num_outputs is None else x[:, :num_outputs]
+            x = x + self.scale_and_drop(y, self.scale1, path1)
+        if kernels and self.mlp.adds_residual(x):
+            return self.mlp.add(self.norm2(x), x)
         y = self.mlp(self.norm2(x), hidden_seeds, mlp_seeds)
         return x + self.scale_and_drop(y, self.scale2, path2)
 
-    def _fuses_residuals(self, x: Tensor) -> bool:
-        """Whether the kernels add the residuals: inference, no LayerScale, no hooks."""
+    def _may_add_residuals(self) -> bool:
+        """Whether kernels may add the residuals: inference, no LayerScale, no hooks."""
         if torch.is_grad_enabled() or self.training or self.scale1 is not None or self.scale2 is not None:
             return False
-        if any(m._forward_hooks or m._forward_pre_hooks for m in (self.attention, self.mlp)):
-            return False
-        fits = can_fuse(x, self.attention.out, self.mlp.down) and self.mlp.backend(x) != "plain"
-        return fits and backend_for("residual", x.device) != "plain"
-
-    def _with_fused_residuals(self, x: Tensor, qk_transform: QKTransform | None) -> Tensor:
-        dtype, mlp = compute_dtype(x), self.mlp
-        y = self.attention.mix(self.norm1(x), qk_transform)
-        x = add_linear(y, self.attention.out, x.to(dtype))
-        y = self.norm2(x).to(dtype)
-        weight, bias, tanh = mlp.up.weight.to(dtype), mlp.up.bias.to(dtype), mlp.activation is gelu_tanh
-        y = linear_gelu(y.flatten(0, -2), weight, bias, mlp.backend(x), tanh)
-        return add_linear(y, mlp.down, x)
+        parts = self.attention, self.mlp
+        replaced = not (isinstance(parts[0], Attention) and isinstance(parts[1], MLP))
+        return not replaced and not any(m._forward_hooks or m._forward_pre_hooks for m in parts)
 
     def scale_and_drop(self, x: Tensor, scale: Tensor | None, seeds: Tensor | None) -> Tensor:
         """Apply LayerScale and stochastic depth to the output of a residual branch, B N D."""
@@ -306,12 +315,17 @@ class Block(nn.Module):
         return drop.drop_path(x, self.drop_path if self.training else 0.0, seeds)
 
 
-def add_linear(x: Tensor, layer: nn.Linear, residual: Tensor) -> Tensor:
-    """layer(x) + residual in one kernel, in the residual's dtype and shape."""
-    dtype, width = residual.dtype, residual.shape[-1]
+def can_add_linear(x: Tensor, layer: nn.Module, operation: Operation) -> bool:
+    """Whether `add_linear` applies to this input of the block, and its kernel is chosen."""
+    return can_fuse(x, layer) and backend_for(operation, x.device) != "plain"
+
+
+def add_linear(x: Tensor, layer: nn.Linear, residual: Tensor, operation: Operation) -> Tensor:
+    """layer(x) + residual in one kernel, in the dtype in which layers compute and the residual's shape."""
+    dtype, width = compute_dtype(residual), residual.shape[-1]
     rows, bias = x.reshape(-1, x.shape[-1]).to(dtype), layer.bias.to(dtype)
-    backend = backend_for("residual", x.device)
-    out = linear_residual(rows, layer.weight.to(dtype), bias, residual.reshape(-1, width), backend)
+    added = residual.reshape(-1, width).to(dtype)
+    out = linear_residual(rows, layer.weight.to(dtype), bias, added, backend_for(operation, x.device))
     return out.view(residual.shape)
 
 

@@ -86,7 +86,7 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
         with explain_write_errors(path):
             fsync_tree(temporary)
             _check_folder(path, overwrite)
-            _swap_folder(temporary, path, overwrite)
+            swap_folder(temporary, path, overwrite)
             fsync(path.absolute().parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -122,7 +122,7 @@ def _check_folder(path: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{path} was not replaced: it also contains {names}, which is not part of a checkpoint.")
 
 
-def _swap_folder(new: Path, path: Path, overwrite: bool) -> None:
+def swap_folder(new: Path, path: Path, overwrite: bool) -> None:
     if not overwrite or not path.is_dir() or not any(path.iterdir()):
         os.replace(new, path)  # replaces an empty folder in one step, and fails if it is not empty
         return

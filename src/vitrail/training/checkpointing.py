@@ -13,7 +13,6 @@ processes can read them back. `tensors.safetensors` then holds only the states o
 from __future__ import annotations
 
 import json
-import os
 import platform
 import random
 import shutil
@@ -37,7 +36,7 @@ from vitrail.errors import CheckpointError
 from vitrail.rng import derive_seed
 from vitrail.runtime import warn_once
 from vitrail.runtime.distributed import DistributedContext
-from vitrail.storage.atomic_write import fsync, fsync_tree, new_folder, report_errors_for, write_json
+from vitrail.storage.atomic_write import fsync, fsync_tree, new_folder, report_errors_for, swap_folder, write_json
 from vitrail.training.parallel import copy_into
 from vitrail.training.sharded_checkpoint import copy_shards_to_cpu, load_sharded, save_sharded, shard_files
 from vitrail.weights.writers import write_safetensors
@@ -263,8 +262,7 @@ class CheckpointManager:
                     sums[TENSORS] = checksum(temporary / TENSORS)
                     write_json(temporary / STATE, {"format_version": VERSION, **state, "checksums": sums})
                     fsync_tree(temporary)
-                    shutil.rmtree(path, ignore_errors=True)
-                    os.replace(temporary, path)
+                    swap_folder(temporary, path, overwrite=True)
                     fsync(self.folder)
                     self._delete_old(prefix)
         finally:

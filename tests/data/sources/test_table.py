@@ -6,6 +6,7 @@ import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -209,6 +210,13 @@ def test_a_folder_of_parquet_files_is_one_table_with_splits(rows, png_bytes, tmp
     assert [parts.train[i].image for i in range(11)] == [png_bytes(i) for i in range(11)]
     assert parts.train.key(6) == "train-00001-of-00002.parquet:0"
     assert parts.test[2].image == png_bytes(22)
+
+
+def test_files_of_one_name_in_several_folders_have_keys_of_their_own(rows):
+    files = [rows(f"set/{day}/images.parquet", 0, 3) for day in ("monday", "tuesday")]
+    targets = np.zeros(6, np.int64)
+    source = parquet.ParquetSource("set", files, "img", targets, ("a", "b", "c"), multi_label=False)
+    assert [source.key(i) for i in (0, 5)] == ["monday/images.parquet:0", "tuesday/images.parquet:2"]
 
 
 def test_large_tables_cache_few_row_groups_and_have_blocks(rows, png_bytes, monkeypatch):

@@ -8,6 +8,7 @@ together. If row groups are still read repeatedly, the images are copied to a fl
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -46,7 +47,10 @@ MAX_REREADS, MAX_REREAD_FRACTION = 16, 0.05
 
 
 class ParquetSource:
-    """Images in a column of bytes or of {bytes, path}; the key is the file name and the row number."""
+    """Images in a column of bytes or of {bytes, path}; the key is the file's name and the row number.
+
+    Files of the same name in several folders are named by their paths below the common one.
+    """
 
     pixels = None
 
@@ -70,6 +74,7 @@ class ParquetSource:
         for (f, _), end, rows in zip(self._groups, self._ends, self._rows, strict=True):
             first_rows.setdefault(f, int(end - rows))
         self._first_rows = np.array([first_rows.get(f, 0) for f in range(len(files))], np.int64)
+        self._names = _unique_names(self.files)
         self._reset_process_state()
 
     def _reset_process_state(self) -> None:
@@ -98,12 +103,12 @@ class ParquetSource:
     def key(self, index: int) -> str:
         index = range(len(self))[index]
         file = int(np.searchsorted(self._first_rows, index, side="right")) - 1
-        return f"{self.files[file].name}:{index - int(self._first_rows[file])}"
+        return f"{self._names[file]}:{index - int(self._first_rows[file])}"
 
     def update_hash(self, hasher: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
         """Update a hashlib object with file names, first rows of the files, and row indices (None: all)."""
         numbers = np.arange(len(self)) if indices is None else indices
-        names = "\0".join(file.name for file in self.files).encode("utf-8", "surrogateescape")
+        names = "\0".join(self._names).encode("utf-8", "surrogateescape")
         hasher.update(names + self._first_rows.astype("<i8").tobytes() + numbers.astype("<i8").tobytes())
 
     @property
@@ -183,6 +188,14 @@ def read_columns(files: Sequence[Path], columns: Sequence[str]) -> Any:
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise DataError(f"{files[0].parent} has Parquet files that cannot be read together: {reason}.") from error
+
+
+def _unique_names(files: Sequence[Path]) -> list[str]:
+    names = [file.name for file in files]
+    if len(set(names)) == len(names):
+        return names
+    root = os.path.commonpath([file.parent for file in files])
+    return [file.relative_to(root).as_posix() for file in files]
 
 
 def _row_groups(path: Path, column: str) -> list[tuple[int, int, int]]:
