@@ -137,6 +137,11 @@ def test_eight_bit_operands_are_scaled_by_row_and_the_result_by_one_number(trito
     scale = torch.tensor(0.004)
     triton_products.launch("gelu", small.half(), light.half(), out, bias=bias, **scales, out_scale=scale, config=config)
     assert relative(out, (F.gelu(restored) / scale).clamp(-448, 448)) <= TOLERANCE
+    residual = torch.randn_like(restored)
+    triton_products.launch(
+        "linear", small.half(), light.half(), out, bias=bias, **scales, residual=residual, config=config
+    )
+    assert relative(out, restored + residual) <= TOLERANCE
 
 
 def test_the_backward_product_gives_gelu_again_and_the_sums(triton_products: ModuleType) -> None:
