@@ -33,9 +33,9 @@ ADMIN_TOKEN = "of-the-operators"
 ADMIN = {"authorization": f"Bearer {ADMIN_TOKEN}"}
 
 
-def make_model(seed: int = 0, labels: tuple[str, ...] = LABELS) -> vitrail.Model:
+def make_model(seed: int = 0, labels: tuple[str, ...] = LABELS, **changes: Any) -> vitrail.Model:
     """A small model that prefers class `seed` (modulo their number); without labels, one that outputs features."""
-    vit = model(small(depth=1, num_classes=len(labels)))
+    vit = model(small(depth=1, num_classes=len(labels), **changes))
     if labels:
         with torch.no_grad():
             vit.net.head.bias[seed % len(labels)] += 8

@@ -207,17 +207,18 @@ def test_a_request_keeps_its_version_until_it_ends_and_then_the_memory_is_releas
     run_watched(check())
 
 
-@pytest.mark.parametrize("reason", ["reordered", "fewer", "features"])
+@pytest.mark.parametrize("reason", ["reordered", "fewer", "features", "width"])
 def test_other_classes_are_refused_unless_the_settings_allow_them(folder: Path, reason: str) -> None:
     others = {
         "reordered": (make_model(2, LABELS[::-1]), "its class 0 is 'frog', that of the version in use 'cat'"),
         "fewer": (make_model(2, LABELS[:4]), "it has 4 classes, the version in use 5"),
         "features": (make_model(2, ()), "it outputs features, the version in use classes"),
+        "width": (make_model(2, (), width=64), "its features have 64 numbers, those of the version in use 32"),
     }
     vit, message = others[reason]
 
     async def check() -> None:
-        put(folder, "photos", "1", seed=1)
+        put(folder, "photos", "1", make_model(1, ()) if reason == "width" else None, seed=1)
         watched = WatchedFolder(folder)
         await watched.settle()
         put(folder, "photos", "2", vit)

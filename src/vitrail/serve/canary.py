@@ -111,7 +111,7 @@ def _spread(items: Sequence[Any]) -> list[Any]:
     return [items[int(i)] for i in np.linspace(0, len(items) - 1, MAX_IMAGES)]
 
 
-def check_classes(new: ServedModel, old: ServedModel, settings: ModelSettings) -> None:
+def check_classes(new: ServedModel, old: ServedModel, settings: ModelSettings, images: Sequence[CanaryImage]) -> None:
     """Raise CanaryError if clients of the version in use would misread the answers of the new one."""
     if settings.classes == "any":
         return
@@ -120,6 +120,9 @@ def check_classes(new: ServedModel, old: ServedModel, settings: ModelSettings) -
         kinds = ("features", "classes")
         raise CanaryError(f"it outputs {kinds[new.classifies]}, the version in use {kinds[old.classifies]}{advice}")
     if not new.classifies:
+        mine, theirs = (run_on(served, images[:1]).shape[1] for served in (new, old))
+        if mine != theirs:
+            raise CanaryError(f"its features have {mine:,} numbers, those of the version in use {theirs:,}{advice}")
         return
     mine, theirs = new.info.config.num_classes, old.info.config.num_classes
     if mine < theirs:

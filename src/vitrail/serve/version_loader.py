@@ -138,7 +138,7 @@ class VersionLoader:
         if version_key(found.version) < version_key(previous.version):
             drop = math.inf
         else:
-            check_classes(served, previous.served, model.settings)
+            check_classes(served, previous.served, model.settings, images)
         return check_outputs(served, images, previous.served, previous.version, drop)
 
 
