@@ -213,7 +213,7 @@ def test_other_classes_are_refused_unless_the_settings_allow_them(folder: Path, 
         "reordered": (make_model(2, LABELS[::-1]), "its class 0 is 'frog', that of the version in use 'cat'"),
         "fewer": (make_model(2, LABELS[:4]), "it has 4 classes, the version in use 5"),
         "features": (make_model(2, ()), "it outputs features, the version in use classes"),
-        "width": (make_model(2, (), width=64), "its features have 64 numbers, those of the version in use 32"),
+        "width": (make_model(2, (), width=64), "its features have 64 numbers, those of the version in use 128"),
     }
     vit, message = others[reason]
 
