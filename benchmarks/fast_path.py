@@ -36,7 +36,8 @@ from fast_rows import Candidate, Session, relative
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
-from vitrail.kernels import choice, eight_bit
+from vitrail.kernels import choice
+from vitrail.models.eight_bit_net import to_eight_bit
 from vitrail.models.flops import count_flops
 from vitrail.models.layers import Block
 from vitrail.models.model_names import config_from_name
@@ -87,7 +88,7 @@ def blocks(config: ViTConfig, images: int, train: bool) -> Iterator[Candidate]:
         if "e4m3" in name:
             wrapped = nn.Module()
             wrapped.blocks = nn.ModuleList([block])
-            block = eight_bit.to_eight_bit(wrapped).blocks[0]
+            block = to_eight_bit(wrapped).blocks[0]
         block = block if train else block.eval().bfloat16()
         run, given = torch.compile(block, dynamic=False), x.clone().requires_grad_(train)
         grad, forced = torch.randn_like(x), dict(VARIANTS.get(name, {}))

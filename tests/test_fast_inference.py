@@ -84,7 +84,7 @@ def test_a_model_is_loaded_in_8_bits_and_cannot_be_written(file: Path, tmp_path:
 
 
 def test_networks_without_transformer_blocks_have_no_8_bits() -> None:
-    from vitrail.kernels.eight_bit import to_eight_bit
+    from vitrail.models.eight_bit_net import to_eight_bit
 
     with pytest.raises(ModelError, match="BiT has none"):
         to_eight_bit(build(config_from_name("BiT-R50x1", num_classes=3)))

@@ -102,7 +102,7 @@ def test_images_of_the_same_name_are_told_apart(vit, tmp_path):
     bad = [5, 6, 10]
     assert [n for n, row in enumerate(rows) if row["error"]] == bad
     assert [n for n, row in enumerate(rows) if row["top_labels"] is None] == bad
-    assert list(result.unreadable) == ["0.parquet:1", "0.parquet:2", "0.parquet:2 (part 1)"]
+    assert list(result.unreadable) == ["b/0.parquet:1", "b/0.parquet:2", "c/0.parquet:2"]
     assert json.loads((tmp_path / "p" / "complete.json").read_text())["num_unreadable"] == 3
     joined = join([tmp_path / "p"], tmp_path / "p.parquet")
     assert joined.unreadable == result.unreadable

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
 from vitrail.kernels import choice
-from vitrail.kernels.eight_bit import to_eight_bit
+from vitrail.models.eight_bit_net import to_eight_bit
 from vitrail.models.layers import Block
 
 CONFIG = ViTConfig(width=64, num_heads=2, mlp_dim=128, activation="gelu")

@@ -12,12 +12,10 @@ from vitrail.kernels.eight_bit import (
     E4M3,
     LARGEST,
     EightBitLinear,
-    EightBitMLP,
-    hidden_bound,
     quantize_rows,
-    to_eight_bit,
 )
 from vitrail.models import ViT
+from vitrail.models.eight_bit_net import EightBitMLP, hidden_bound, to_eight_bit
 
 SMALL = {"image_size": 32, "patch_size": 8, "width": 64, "depth": 2, "num_heads": 2, "mlp_dim": 128, "num_classes": 5}
 

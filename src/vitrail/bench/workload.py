@@ -31,9 +31,10 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.explain.attention import AttentionIterator, full_precision
 from vitrail.explain.rollout import rollout
 from vitrail.inference import Pixels, run_network
-from vitrail.kernels.eight_bit import E4M3, to_eight_bit
+from vitrail.kernels.eight_bit import E4M3
 from vitrail.kernels.onednn_linear import project
 from vitrail.models import Net
+from vitrail.models.eight_bit_net import to_eight_bit
 from vitrail.models.flops import count_flops
 from vitrail.runtime import autocast, private_torch
 from vitrail.runtime.amx import check_bfloat16
