@@ -63,6 +63,17 @@ def test_equal_blocks_share_their_code_and_a_second_batch_size_adds_one_version(
     assert counters["stats"]["unique_graphs"] == second <= 2 * first
 
 
+def test_intermediate_outputs_are_those_of_the_plain_network() -> None:
+    torch.compiler.reset()
+    net, images = randomized(ViT(ViTConfig(**SMALL))).eval(), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = net.features(images, ("tokens", "attention"))
+        compile_blocks(net, backend="aot_eager")
+        found = net.features(images, ("tokens", "attention"))
+    for ours, theirs in zip((*found.tokens, *found.attention), (*expected.tokens, *expected.attention), strict=True):
+        assert relative(ours, theirs) <= 1e-5
+
+
 def test_hooks_see_the_outputs_of_compiled_blocks() -> None:
     net = randomized(ViT(ViTConfig(**SMALL))).eval()
     compile_blocks(net, backend="aot_eager")
@@ -86,8 +97,20 @@ def test_a_model_is_loaded_in_8_bits_and_cannot_be_written(file: Path, tmp_path:
 def test_networks_without_transformer_blocks_have_no_8_bits() -> None:
     from vitrail.models.eight_bit_net import to_eight_bit
 
-    with pytest.raises(ModelError, match="BiT has none"):
+    with pytest.raises(ModelError, match="only, not for BiT"):
         to_eight_bit(build(config_from_name("BiT-R50x1", num_classes=3)))
+
+
+def test_networks_in_8_bits_are_not_resized(file: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be changed; load it with the size"):
+        vitrail.load(file, dtype="float8").net.resized(64)
+    assert vitrail.load(file, dtype="float8", image_size=64).config.image_size in (64, (64, 64))
+
+
+@pytest.mark.parametrize(("name", "message"), [("flaot8", "mean 'float8'"), ("float8", "when a model is loaded")])
+def test_other_dtypes_are_named(file: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        vitrail.load(file).to(dtype=name)
 
 
 def test_gradients_pass_through_8_bit_layers(file: Path) -> None:

@@ -17,9 +17,9 @@ from vitrail.data.decode import ImageLike
 from vitrail.data.preprocess import Preprocess, is_image_list
 from vitrail.errors import ConfigError, ImageError, ModelError, NotFoundError, VitrailError
 from vitrail.inference import OutputName, Pixels, network_input, run_network, to_cpu
+from vitrail.kernels.eight_bit import EIGHT_BIT, is_eight_bit
 from vitrail.models import BiT, Net, Output
 from vitrail.models.base import eval_mode
-from vitrail.models.eight_bit_net import EIGHT_BIT, is_eight_bit
 from vitrail.models.output import concat_outputs
 from vitrail.predictions import Prediction, check_top, class_label, top_predictions
 from vitrail.runtime import parse_dtype, pick_device, warn_once

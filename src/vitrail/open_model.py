@@ -13,10 +13,11 @@ from vitrail.config import Pair
 from vitrail.engine_model import open_exported
 from vitrail.engines.exported_files import is_exported
 from vitrail.errors import NotFoundError
+from vitrail.kernels.eight_bit import EIGHT_BIT
 from vitrail.model import Model
 from vitrail.models import Net, build
 from vitrail.models.compiled import compile_blocks
-from vitrail.models.eight_bit_net import EIGHT_BIT, to_eight_bit
+from vitrail.models.eight_bit_net import to_eight_bit
 from vitrail.models.families import FAMILIES
 from vitrail.models.model_names import config_from_name, find_published
 from vitrail.runtime import parse_dtype, pick_device, warn_once

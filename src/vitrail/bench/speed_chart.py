@@ -51,7 +51,7 @@ def _draw(ax: Axes, title: str, rows: Sequence[Row], bars: int) -> None:
         )
     ax.set_yticks(range(len(rows)), [_label(row) for row in rows])
     ax.set_ylim(bars - 0.4, -0.6)
-    ax.set_xlim(0, 1.3 * max(max(row.rounds) for row in rows))
+    ax.set_xlim(0, 1.4 * max(max(row.rounds) for row in rows))
     ax.set_title(title, fontsize=10, color=INK, loc="left")
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.spines["bottom"].set_color(QUIET)
@@ -60,6 +60,6 @@ def _draw(ax: Axes, title: str, rows: Sequence[Row], bars: int) -> None:
 
 
 def _label(row: Row) -> str:
-    short = row.setting.removesuffix(", fused AdamW")
+    short = row.setting.replace(", fused AdamW", "")
     differs = " *" if row.status.startswith("differs") else ""
     return f"{row.library}, {short}, {row.precision}{differs}"

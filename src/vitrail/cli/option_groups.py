@@ -126,7 +126,7 @@ class DeviceOptions(_OpenModelOptions):
         typer.Option(metavar="NAME", help="float32; for speed on a GPU bfloat16, or float8 for the blocks of a ViT."),
     ] = "float32"
     compile: Annotated[
-        bool, typer.Option("--compile", help="torch.compile the blocks: a slow start, then faster on a GPU.")
+        bool, typer.Option("--compile", help="Compile the blocks with torch.compile, for many images on a GPU.")
     ] = False
 
     @property

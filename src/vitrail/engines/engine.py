@@ -24,8 +24,8 @@ from vitrail.engines.openvino_engine import read_openvino
 from vitrail.engines.optional_packages import error_summary, import_optional, silence_exporters
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.inference import run_network
+from vitrail.kernels.eight_bit import EIGHT_BIT, is_eight_bit
 from vitrail.models import Net
-from vitrail.models.eight_bit_net import EIGHT_BIT, is_eight_bit
 from vitrail.runtime import pick_device
 from vitrail.runtime.amx import check_bfloat16
 from vitrail.runtime.cores import usable_cores

@@ -36,9 +36,9 @@ OPERATIONS: dict[Operation, tuple[Backend, ...]] = {
     "attention": ("plain", "triton"),
 }
 """mlp: both linear layers with GELU between them; 8-bit mlp: the same in e4m3 (`eight_bit_net`); gelu: GELU alone,
-in a compiled graph where `mlp` is plain; residual: the MLP's second layer plus the residual, where `mlp` is
-not plain; attention residual: the output layer of attention plus the residual. All but `mlp training` and `gelu`
-are for inference only."""
+in a compiled graph where `mlp` is plain; residual: the MLP's second layer plus the residual, where `mlp` is not plain;
+attention residual: the output layer of attention plus the residual; 8-bit residual: the MLP's second layer in e4m3 plus
+the residual. All but `mlp training` and `gelu` are for inference only."""
 MEASURED: Mapping[str, Mapping[Operation, tuple[Backend, ...]]] = {
     "NVIDIA H200": {
         "mlp": ("quack", "triton"),

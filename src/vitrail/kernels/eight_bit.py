@@ -18,6 +18,8 @@ from vitrail.runtime import private_torch
 
 # x: ... D; weight: M D
 
+EIGHT_BIT = "float8"
+"""The name of this precision."""
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 TINY = 1e-12
@@ -65,6 +67,11 @@ class EightBitLinear(nn.Module):
             return self.scaled_mm(values, self.weight.t(), scale, self.weight_scale, bias).to(dtype)
         weight = self.weight.to(dtype) * self.weight_scale.t().to(dtype)
         return F.linear(values.to(dtype) * scale.to(dtype), weight, self.bias)
+
+
+def is_eight_bit(net: nn.Module) -> bool:
+    """Whether a network has 8-bit layers."""
+    return any(isinstance(module, EightBitLinear) for module in net.modules())
 
 
 def to_e4m3(x: Tensor, scale: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vitrail.errors import ModelError
+from vitrail.kernels.eight_bit import EIGHT_BIT, is_eight_bit
 from vitrail.models.layers import PatchEmbed
 from vitrail.models.resnet import StandardizedConv
 
@@ -63,6 +64,8 @@ class BaseNet(nn.Module):
 
     def rebuild(self, config: Any, changed: dict[str, Tensor], drop: tuple[str, ...] = ()) -> Self:
         """A copy with another config: `changed` replaces parameters, those with a prefix in `drop` are removed."""
+        if is_eight_bit(self):
+            raise ModelError(f"a network in {EIGHT_BIT} cannot be changed; load it with the size it needs.")
         with torch.device("meta"):
             net = type(self)(config)  # type: ignore[call-arg]
         state = {k: v for k, v in self.state_dict().items() if not drop or not k.startswith(drop)}

@@ -14,6 +14,7 @@ from vitrail.errors import ModelError
 from vitrail.kernels import choice
 from vitrail.kernels.choice import Backend, backend_for
 from vitrail.kernels.eight_bit import (
+    EIGHT_BIT,
     LARGEST,
     TINY,
     EightBitLinear,
@@ -29,8 +30,6 @@ from vitrail.runtime import private_torch
 # x: ... D; M hidden width
 
 NetT = TypeVar("NetT", bound=nn.Module)
-EIGHT_BIT = "float8"
-"""The name of this precision."""
 
 
 class EightBitMLP(MLP):
@@ -99,7 +98,7 @@ def to_eight_bit(net: NetT, selected: Callable[[str], bool] = lambda name: not n
     """
     net = copy.deepcopy(net).eval()
     if not any(isinstance(module, Block) for module in net.modules()):
-        raise ModelError(f"{EIGHT_BIT} is for the blocks of a Vision Transformer, and {type(net).__name__} has none.")
+        raise ModelError(f"{EIGHT_BIT} is supported for Vision Transformers only, not for {type(net).__name__}.")
     for name, module in list(net.named_modules()):
         both = selected(f"{name}.mlp.up") and selected(f"{name}.mlp.down")
         if both and isinstance(module, Block) and _is_bounded(module):
@@ -117,8 +116,3 @@ def _is_bounded(block: Block) -> bool:
     mlp, norm = block.mlp, block.norm2
     plain = type(mlp) is MLP and mlp.activation in (F.gelu, gelu_tanh) and mlp.up.bias is not None
     return plain and isinstance(norm, nn.LayerNorm) and norm.bias is not None
-
-
-def is_eight_bit(net: nn.Module) -> bool:
-    """Whether a network has 8-bit layers."""
-    return any(isinstance(module, EightBitLinear) for module in net.modules())

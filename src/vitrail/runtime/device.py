@@ -81,7 +81,9 @@ def parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
         return name
     known = ("float32", "float64", "float16", "bfloat16")
     if name.removeprefix("torch.") not in known:
-        raise ConfigError(f"unknown dtype {name!r}{did_you_mean(name, known)}")
+        if name == "float8":
+            raise ConfigError("float8 is chosen when a model is loaded: vitrail.load(..., dtype='float8').")
+        raise ConfigError(f"unknown dtype {name!r}{did_you_mean(name, (*known, 'float8'))}")
     dtype = getattr(torch, name.removeprefix("torch."))
     assert isinstance(dtype, torch.dtype)
     return dtype
